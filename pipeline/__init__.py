@@ -1,0 +1,1 @@
+"""Tightfit: mixed precision with gradient accumulation, exact, planned and reproducible."""

@@ -1,0 +1,400 @@
+"""params.yaml <-> frozen dataclasses, one per section. The only module that knows OmegaConf.
+
+params.yaml has two halves. The upper one says *what* is learned: a change there trains again. The lower
+one says *how* it runs: a change there never does. Each section is declared here once, in `Params`, as one
+or the other; dvc.yaml's `params:`, and whatever else must know, follow from that declaration.
+
+There are no defaults here: params.yaml holds every key, so that one file tells the whole story.
+"""
+
+import difflib
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import Field, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Union
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from pipeline.errors import UserError
+
+PRECISIONS = ("fp32", "amp_fp16", "amp_bf16")
+OTHER_NAMES = {  # what other tools call our values
+    "16-mixed": "amp_fp16",
+    "fp16-mixed": "amp_fp16",
+    "fp16": "amp_fp16",
+    "float16": "amp_fp16",
+    "16": "amp_fp16",
+    "amp": "amp_fp16",
+    "bf16-mixed": "amp_bf16",
+    "bf16": "amp_bf16",
+    "bfloat16": "amp_bf16",
+    "32": "fp32",
+    "32-true": "fp32",
+    "float32": "fp32",
+    "gpu": "cuda",
+    "adam": "adamw",
+    "null": "none",
+    "None": "none",
+}
+
+
+def key(
+    *,
+    choices: tuple[str, ...] | None = None,
+    at_least: float | None = None,
+    at_most: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    word: str | None = None,
+    reference: bool = False,
+) -> Any:
+    """A key of params.yaml and the values it allows.
+
+    `choices` are the allowed words, `word` the one word allowed besides numbers, `reference` allows
+    `package.module:function` besides the choices; the bounds are of numbers.
+    """
+    bounds = {"at_least": at_least, "at_most": at_most, "above": above, "below": below}
+    rules = {
+        "choices": choices,
+        "word": word,
+        "reference": reference,
+        "bounds": {name: value for name, value in bounds.items() if value is not None},
+    }
+    return field(metadata=rules)
+
+
+def what(**rules: Any) -> Any:
+    """Declares a section (or a key at the top) whose change trains again."""
+    declared = key(**rules)
+    return field(metadata={**declared.metadata, "half": "what"})
+
+
+def how() -> Any:
+    """Declares a section whose change never trains again."""
+    return field(metadata={"half": "how"})
+
+
+@dataclass(frozen=True)
+class Data:
+    """Which images are used and how they are split."""
+
+    source: str = key(choices=("digits",), reference=True)
+    image_size: Union[int, str] = key(word="auto", at_least=1)  # noqa: UP007  pixels, square
+    validation_fraction: float = key(above=0, below=1)
+    test_fraction: float = key(above=0, below=1)
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is trained; `args` go to the model's function, `weights` are what it starts from."""
+
+    name: str
+    args: dict[str, Any]
+    weights: str
+
+
+@dataclass(frozen=True)
+class Loss:
+    name: str = key(choices=("cross_entropy",), reference=True)
+    label_smoothing: float = key(at_least=0, below=1)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples of one optimizer step, and of one forward/backward."""
+
+    effective_batch_size: int = key(at_least=1)
+    micro_batch_size: int = key(at_least=1)
+
+
+@dataclass(frozen=True)
+class Scaler:
+    """torch.amp.GradScaler's settings, and the two limits past which a run ends."""
+
+    init_scale: float = key(above=0)
+    growth_factor: float = key(above=1)
+    backoff_factor: float = key(above=0, below=1)
+    growth_interval: int = key(at_least=1)  # clean optimizer steps
+    min_scale: float = key(above=0)
+    max_consecutive_skips: int = key(at_least=1)
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    name: str = key(choices=("adamw", "sgd"))
+    lr: float = key(above=0)
+    momentum: float = key(at_least=0, below=1)
+    weight_decay: float = key(at_least=0)
+    max_grad_norm: float = key(at_least=0)  # 0 is without
+
+
+@dataclass(frozen=True)
+class Schedule:
+    name: str = key(choices=("constant", "cosine"))
+    warmup_fraction: float = key(at_least=0, at_most=1)
+
+
+@dataclass(frozen=True)
+class Train:
+    epochs: int = key(at_least=1)
+    ema_decay: float = key(at_least=0, below=1)  # 0 is without
+    save: str = key(choices=("best", "last"))
+    deterministic: bool = key()
+
+
+@dataclass(frozen=True)
+class Execution:
+    device: str = key(choices=("auto", "cpu", "cuda"))
+    workers: Union[int, str] = key(word="auto", at_least=0)  # noqa: UP007  loader processes
+
+
+@dataclass(frozen=True)
+class Tracking:
+    experiment: str
+    run_name: str
+    log_every_steps: int = key(at_least=1)
+    log_model: bool = key()
+
+
+@dataclass(frozen=True)
+class Params:
+    """All of params.yaml. `what` and `how` are the two halves that the file's banners name."""
+
+    seed: int = what(at_least=0, at_most=2**32 - 1)
+    data: Data = what()
+    model: Model = what()
+    loss: Loss = what()
+    batch: Batch = what()
+    precision: str = what(choices=PRECISIONS)
+    scaler: Scaler = what()
+    optimizer: Optimizer = what()
+    schedule: Schedule = what()
+    train: Train = what()
+    execution: Execution = how()
+    tracking: Tracking = how()
+
+
+def sections(half: str) -> list[str]:
+    """The names at the top of params.yaml that belong to `half`: "what" or "how"."""
+    return [entry.name for entry in fields(Params) if entry.metadata["half"] == half]
+
+
+def load(path: Path = Path("params.yaml")) -> Params:
+    """Reads and validates the file; raises one UserError that lists every problem in it."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+    return parse(text, str(path))
+
+
+def parse(text: str, name: str = "params.yaml") -> Params:
+    """`load`, from the file's text. `name` stands in the message."""
+    values, problems = _read(text)
+    config = _writable(Params)
+    for section in (entry for entry in fields(Params) if is_dataclass(entry.type)):
+        config[section.name] = _writable(section.type)
+    known = _declared()
+    for dotted, value in values.items():
+        problems += _assign(config, known, dotted, value)
+    mentioned = " ".join(problems)  # a misspelt key and its right name are one problem, not two
+    problems += [
+        f"{dotted}: missing; add it to {name}"
+        for dotted in known
+        if values and dotted not in values and f"did you mean {dotted}?" not in mentioned
+    ]
+    if not problems:
+        params: Params = OmegaConf.to_object(config)  # type: ignore[assignment]
+        problems = list(_contradictions(params))
+        if not problems:
+            return params
+    lines = "\n".join(f"  {problem}" for problem in problems)
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    raise UserError(f"{name}: {count}\n{lines}")
+
+
+def flatten(params: Params, half: str | None = None) -> dict[str, Any]:
+    """Dotted keys and plain values, of one half or of both: {"optimizer.lr": 0.001, ...}."""
+    flat: dict[str, Any] = {}
+    for section in fields(params):
+        if half not in (None, section.metadata["half"]):
+            continue
+        value = getattr(params, section.name)
+        if is_dataclass(value):
+            flat |= {f"{section.name}.{entry.name}": getattr(value, entry.name) for entry in fields(value)}
+        else:
+            flat[section.name] = value
+    return flat
+
+
+def to_yaml(params: Params) -> str:
+    return OmegaConf.to_yaml(OmegaConf.structured(params))
+
+
+def raw_values(text: str) -> dict[str, Any]:
+    """Dotted keys of a params.yaml that may be an older one: read, not validated."""
+    return _read(text)[0]
+
+
+def _writable(schema: Any) -> DictConfig:
+    """A typed, empty config; OmegaConf locks what comes from a frozen dataclass, here it is filled first."""
+    config: DictConfig = OmegaConf.structured(schema)
+    OmegaConf.set_readonly(config, False)
+    return config
+
+
+def _declared() -> dict[str, Field[Any]]:
+    """Every dotted key and its declaration."""
+    known: dict[str, Field[Any]] = {}
+    for section in fields(Params):
+        if is_dataclass(section.type):
+            known |= {f"{section.name}.{entry.name}": entry for entry in fields(section.type)}
+        else:
+            known[section.name] = section
+    return known
+
+
+def _read(text: str) -> tuple[dict[str, Any], list[str]]:
+    """The file's values under dotted keys, two levels deep, and what cannot be read from it."""
+    try:
+        problems = list(_ambiguous(yaml.compose(text, Loader=yaml.SafeLoader)))
+        config = OmegaConf.create(text)
+        tree = OmegaConf.to_container(config, resolve=True)
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        return {}, [f"not readable as YAML: {' '.join(str(error).split())}"]
+    if not isinstance(tree, dict) or not tree:
+        return {}, ["expected `key: value` lines"]
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        declared = next((entry for entry in fields(Params) if entry.name == name), None)
+        if declared is not None and is_dataclass(declared.type):
+            if isinstance(value, dict):
+                flat |= {f"{name}.{entry}": content for entry, content in value.items()}
+            else:
+                problems.append(f"{name}: {value!r} stands where a section with keys is expected")
+        elif declared is None and isinstance(value, dict):
+            flat |= {f"{name}.{entry}": content for entry, content in value.items()}
+        else:
+            flat[str(name)] = value
+    return flat, problems
+
+
+AMBIGUOUS = {  # plain words that YAML readers take differently
+    re.compile(r"(?i)(y|n|yes|no|on|off)"): "write true or false, or quote it",
+    re.compile(r"[-+]?0[0-9_]+"): "write it without the leading zero, or quote it",
+    re.compile(r"[-+]?[0-9]+(:[0-9]+)+(\.[0-9]*)?"): "quote it",
+    re.compile(r"[-+]?[0-9]+_[0-9_]*"): "write it without the underscore",
+}
+
+
+def _ambiguous(node: yaml.Node | None, dotted: str = "") -> Iterator[str]:
+    if isinstance(node, yaml.MappingNode):
+        for name, value in node.value:
+            yield from _ambiguous(value, f"{dotted}.{name.value}" if dotted else str(name.value))
+    elif isinstance(node, yaml.SequenceNode):
+        for value in node.value:
+            yield from _ambiguous(value, dotted)
+    elif isinstance(node, yaml.ScalarNode) and node.style is None:
+        for pattern, remedy in AMBIGUOUS.items():
+            if pattern.fullmatch(node.value):
+                yield f"{dotted}: {node.value} means different things to YAML readers; {remedy}"
+
+
+def _assign(config: Any, known: dict[str, Field[Any]], dotted: str, value: Any) -> list[str]:
+    """Puts the value into the typed config; returns what is wrong with it."""
+    if dotted not in known:
+        return [f"{dotted}: unknown{_suggestion(dotted, known)}"]
+    declared = known[dotted]
+    if value is None:
+        return [f"{dotted}: is empty; {_allowed(declared)}"]
+    mistyped = [f"{dotted}: {value!r} is not possible; {_allowed(declared)}"]
+    if isinstance(value, bool) != (declared.type is bool):
+        return mistyped
+    try:
+        OmegaConf.update(config, dotted, value, merge=False)
+    except OmegaConfBaseException:
+        hint = OTHER_NAMES.get(str(value))
+        return [f"{dotted} {value}: here {hint}"] if hint in _choices(declared) else mistyped
+    return _out_of_range(dotted, OmegaConf.select(config, dotted), declared)
+
+
+def _out_of_range(dotted: str, value: Any, declared: Field[Any]) -> list[str]:
+    refused = [f"{dotted}: {value!r} is not possible; {_allowed(declared)}"]
+    if isinstance(value, bool):
+        return []
+    if isinstance(value, int | float):
+        tests = {
+            "at_least": lambda bound: value >= bound,
+            "at_most": lambda bound: value <= bound,
+            "above": lambda bound: value > bound,
+            "below": lambda bound: value < bound,
+        }
+        bounds = declared.metadata.get("bounds", {})
+        fine = math.isfinite(value) and all(tests[name](bound) for name, bound in bounds.items())
+        return [] if fine else refused
+    choices = _choices(declared)
+    if not isinstance(value, str) or not choices or value in choices:
+        return []
+    if declared.metadata.get("reference") and ":" in value:
+        return [] if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", value) else refused
+    if OTHER_NAMES.get(value) in choices:
+        return [f"{dotted} {value}: here {OTHER_NAMES[value]}"]
+    close = difflib.get_close_matches(value, choices, 1)
+    return [f"{refused[0]}; did you mean {close[0]}?"] if close else refused
+
+
+def _choices(declared: Field[Any]) -> tuple[str, ...]:
+    if word := declared.metadata.get("word"):
+        return (word,)
+    return declared.metadata.get("choices") or ()
+
+
+def _allowed(declared: Field[Any]) -> str:
+    """What a key allows, in words."""
+    if choices := declared.metadata.get("choices"):
+        own = " or package.module:function" if declared.metadata.get("reference") else ""
+        return f"allowed: {' '.join(choices)}{own}"
+    kind = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}.get(
+        declared.type,  # type: ignore[call-overload]
+        "a whole number" if declared.metadata.get("word") else "a map, {} when there is nothing to say",
+    )
+    signs = {"at_least": ">=", "at_most": "<=", "above": ">", "below": "<"}
+    bounds = declared.metadata.get("bounds", {})
+    limits = " and ".join(f"{signs[name]} {bound}" for name, bound in bounds.items())
+    word = f", or {declared.metadata['word']}" if declared.metadata.get("word") else ""
+    return f"allowed: {kind}{' ' + limits if limits else ''}{word}"
+
+
+def _suggestion(dotted: str, known: Iterable[str]) -> str:
+    leaf = dotted.rsplit(".", 1)[-1]
+    same_leaf = [name for name in known if name.rsplit(".", 1)[-1] == leaf]
+    close = difflib.get_close_matches(dotted, known, 1) or same_leaf
+    if not close:
+        leaves = {name.rsplit(".", 1)[-1]: name for name in known}
+        close = [leaves[name] for name in difflib.get_close_matches(leaf, leaves, 1)]
+    return f"; did you mean {close[0]}?" if close else "; params.yaml in the repository lists every key"
+
+
+def _contradictions(params: Params) -> Iterator[str]:
+    """What is wrong between keys that are each fine alone."""
+    batch, data, scaler = params.batch, params.data, params.scaler
+    if batch.micro_batch_size > batch.effective_batch_size:
+        yield (
+            f"batch.micro_batch_size: {batch.micro_batch_size} is more than batch.effective_batch_size, "
+            f"{batch.effective_batch_size}; a micro-batch is a part of the effective batch"
+        )
+    if data.validation_fraction + data.test_fraction >= 1:
+        yield (
+            "data.validation_fraction + data.test_fraction: "
+            f"{data.validation_fraction + data.test_fraction:g} leaves nothing to train on; below 1"
+        )
+    if scaler.min_scale > scaler.init_scale:
+        yield f"scaler.min_scale: {scaler.min_scale:g} is more than scaler.init_scale, {scaler.init_scale:g}"
+    for dotted in ("model.name", "tracking.experiment", "tracking.run_name", "model.weights"):
+        section, name = dotted.split(".")
+        if not getattr(getattr(params, section), name).strip():
+            yield f"{dotted}: is empty"

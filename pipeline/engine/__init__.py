@@ -1,0 +1,36 @@
+"""The engine: one exact optimizer step of mixed precision and gradient accumulation.
+
+It imports torch and itself, nothing else, and serves in anybody's own script:
+
+    precision = Precision("amp_fp16", device="cuda")
+    trainer = Trainer(model, optimizer, CrossEntropy(), precision=precision, micro_batch_size=8)
+    for window in loader:                 # windows of 256: (inputs, targets)
+        result = trainer.step(window)     # StepResult(applied=True, loss=…, grad_norm=…, loss_scale=…)
+"""
+
+from pipeline.engine.averaging import WeightAverage
+from pipeline.engine.loop import fit
+from pipeline.engine.losses import CrossEntropy
+from pipeline.engine.optimizer import allocate_state, build_optimizer, state_tensors
+from pipeline.engine.precision import Precision, ScalerSettings
+from pipeline.engine.schedule import Schedule
+from pipeline.engine.state import TrainState
+from pipeline.engine.step import CollapseError, StepResult, Trainer
+from pipeline.engine.window import accumulation_steps
+
+__all__ = [
+    "CollapseError",
+    "CrossEntropy",
+    "Precision",
+    "ScalerSettings",
+    "Schedule",
+    "StepResult",
+    "TrainState",
+    "Trainer",
+    "WeightAverage",
+    "accumulation_steps",
+    "allocate_state",
+    "build_optimizer",
+    "fit",
+    "state_tensors",
+]

@@ -1,0 +1,71 @@
+"""A window, the samples of one optimizer step, and its split into micro-batches.
+
+A window is any batch: a tensor, or a tuple, list or dict of tensors (nested as you like) that agree in
+their first axis, the samples. The split is a matter of execution alone: it is derived here, from the
+window that is there, and never from a counter of loop turns. That is why the last, shorter window of an
+epoch, a window smaller than a micro-batch, or another micro-batch size from one window to the next need
+no special case anywhere.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+
+Batch: TypeAlias = Any  # a tensor, or a tuple, list or dict of batches
+
+
+def tensors(batch: Batch) -> list[torch.Tensor]:
+    """All tensors of a batch, in order. Raises ValueError where something else stands in it."""
+    found: list[torch.Tensor] = []
+    _map(found.append, batch)
+    return found
+
+
+def samples(batch: Batch) -> int:
+    """The length of the first axis, on which all tensors of the batch must agree (else ValueError)."""
+    lengths = {tensor.shape[0] if tensor.ndim else None for tensor in tensors(batch)}
+    if len(lengths) != 1 or None in lengths:
+        found = ", ".join(str(tuple(tensor.shape)) for tensor in tensors(batch)) or "none"
+        raise ValueError(
+            f"a window's tensors must agree in their first axis, the samples; their shapes are: {found}"
+        )
+    return int(lengths.pop() or 0)
+
+
+def micro_batches(window: Batch, micro_batch_size: int) -> list[Batch]:
+    """Views of the window, of at most `micro_batch_size` samples, as few and as equal as possible.
+
+    65 samples at 16 become five of 13, not four of 16 and a single one, on which BatchNorm would fail.
+    An empty window gives no micro-batch. Raises ValueError for a size under 1.
+    """
+    if micro_batch_size < 1:
+        raise ValueError(f"micro_batch_size={micro_batch_size} must be at least 1")
+    total = samples(window)
+    count = accumulation_steps(total, micro_batch_size)
+    edges = [total * index // count for index in range(count + 1)] if count else []
+    return [_map(lambda tensor, a=a, b=b: tensor[a:b], window) for a, b in zip(edges, edges[1:], strict=False)]
+
+
+def accumulation_steps(samples_in_window: int, micro_batch_size: int) -> int:
+    """Micro-batches in a window of that many samples: the ceiling of their quotient."""
+    return -(-samples_in_window // micro_batch_size)
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """The batch on `device`; copies from pinned memory overlap with what the device computes."""
+    return _map(lambda tensor: tensor.to(device, non_blocking=True), batch)
+
+
+def _map(function: Callable[..., Any], batch: Batch) -> Batch:
+    if isinstance(batch, torch.Tensor):
+        return function(batch)
+    if isinstance(batch, dict):
+        return {name: _map(function, value) for name, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(_map(function, value) for value in batch))
+    if isinstance(batch, tuple | list):
+        return type(batch)(_map(function, value) for value in batch)
+    raise ValueError(
+        f"a window is a tensor, or a tuple, list or dict of tensors; it holds a {type(batch).__name__}"
+    )
