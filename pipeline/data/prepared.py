@@ -1,0 +1,129 @@
+"""The prepared data set on disk: the one place that knows its layout.
+
+    data/prepared/
+      dataset.json                what it is: source, classes, counts, shape, mean and std, sha256 of each file
+      train_images.npy            uint8 (N, C, H, W), to be memory-mapped
+      train_labels.npy            int64 (N,)
+      validation_….npy  test_….npy
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline import files
+from pipeline.data.sources import Labelled
+from pipeline.errors import UserError
+
+FOLDER = Path("data/prepared")
+SPLITS = ("train", "validation", "test")
+MADE_BY = "dvc repro prepare"
+
+
+@dataclass(frozen=True)
+class Split:
+    """Images (N, C, H, W) uint8, memory-mapped, and labels (N,) int64."""
+
+    images: np.ndarray
+    labels: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """An opened data set; `description` is dataset.json."""
+
+    description: dict[str, Any]
+    splits: dict[str, Split]
+
+    @property
+    def classes(self) -> list[str]:
+        return list(self.description["classes"])
+
+    @property
+    def channels(self) -> int:
+        return int(self.description["shape"][0])
+
+    @property
+    def image_size(self) -> int:
+        return int(self.description["shape"][1])
+
+
+def write(
+    labelled: Labelled, splits: dict[str, np.ndarray], source: str, folder: Path = FOLDER
+) -> dict[str, Any]:
+    """Writes the set, whole or not at all; returns its description. The same input gives the same bytes."""
+    with files.whole(folder) as temporary:
+        temporary.mkdir()
+        digests = {}
+        for split, indices in splits.items():
+            for part, array in (("images", labelled.images), ("labels", labelled.labels)):
+                path = temporary / f"{split}_{part}.npy"
+                np.save(path, np.ascontiguousarray(array[indices]))
+                digests[path.name] = files.sha256(path)
+        mean, std = channel_statistics(labelled.images[splits["train"]])
+        description = {
+            "source": source,
+            "classes": labelled.classes,
+            "shape": list(labelled.images.shape[1:]),
+            "counts": {split: len(indices) for split, indices in splits.items()},
+            "counts_by_class": {
+                split: np.bincount(labelled.labels[indices], minlength=len(labelled.classes)).tolist()
+                for split, indices in splits.items()
+            },
+            "mean": mean,
+            "std": std,
+            "sha256": digests,
+        }
+        files.write_json(temporary / "dataset.json", description)
+    return description
+
+
+def open_prepared(folder: Path = FOLDER) -> Prepared:
+    """Opens the set and checks each file's digest; raises UserError that names what is missing or damaged."""
+    description = files.read_json(folder / "dataset.json", MADE_BY)
+    for name, digest in description["sha256"].items():
+        path = folder / name
+        if not path.is_file():
+            raise UserError(f"{path} is missing: run `{MADE_BY}` (or `dvc checkout`) to have it again")
+        if files.sha256(path) != digest:
+            raise UserError(
+                f"{path} is not the file that was prepared (sha256 differs: truncated or changed): remove "
+                f"{folder} and run `{MADE_BY}` (or `dvc checkout`)"
+            )
+    splits = {
+        split: Split(
+            np.load(folder / f"{split}_images.npy", mmap_mode="r", allow_pickle=False),
+            np.load(folder / f"{split}_labels.npy", allow_pickle=False),
+        )
+        for split in SPLITS
+    }
+    return Prepared(description, splits)
+
+
+def channel_statistics(images: np.ndarray) -> tuple[list[float], list[float]]:
+    """Mean and standard deviation of each channel, of pixels scaled to 0..1; exact, from integer sums.
+
+    images: (N, C, H, W) uint8. A constant channel gets a deviation of 1, so that it can be divided by.
+    """
+    channels = images.shape[1]
+    count = images.size // channels
+    histograms = [np.bincount(images[:, channel].ravel(), minlength=256) for channel in range(channels)]
+    values = np.arange(256)
+    means = [int((histogram * values).sum()) / count for histogram in histograms]
+    squares = [int((histogram * values**2).sum()) / count for histogram in histograms]
+    deviations = [max(0.0, square - mean**2) ** 0.5 for square, mean in zip(squares, means, strict=True)]
+    return [mean / 255 for mean in means], [deviation / 255 or 1.0 for deviation in deviations]
+
+
+def summary(description: dict[str, Any]) -> str:
+    """One line for a person: "digits: 1,257 train, 270 validation, 270 test; 10 classes, 1 x 8 x 8"."""
+    counts = ", ".join(f"{count:,} {split}" for split, count in description["counts"].items())
+    shape = " x ".join(str(size) for size in description["shape"])
+    return f"{description['source']}: {counts}; {len(description['classes'])} classes, {shape}"
+
+

@@ -1,0 +1,88 @@
+"""The figures of a run. The only module that imports matplotlib."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")  # files alone: no window, no display
+import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+def loss_and_accuracy(rows: Rows) -> Figure:
+    """train/loss and val/loss over steps above, val/accuracy below."""
+    figure, (loss, accuracy) = plt.subplots(2, 1, sharex=True, figsize=(8, 6), layout="constrained")
+    for name in ("train/loss", "val/loss"):
+        loss.plot(*_series(rows, name), label=name, marker="." if name.startswith("val") else "")
+    loss.set(ylabel="loss", yscale="log")
+    accuracy.plot(*_series(rows, "val/accuracy"), marker=".", label="val/accuracy", color="tab:green")
+    accuracy.set(xlabel="step (windows attempted)", ylabel="accuracy")
+    _finish(loss, accuracy)
+    return figure
+
+
+def loss_scale(rows: Rows) -> Figure:
+    """The loss scale over steps, each skipped step marked."""
+    figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
+    axes.plot(*_series(rows, "amp/loss_scale"), drawstyle="steps-post", label="loss scale")
+    skipped = [row for row in rows if row.get("amp/found_inf")]
+    if skipped:
+        axes.plot(
+            [row["step"] for row in skipped],
+            [row["amp/loss_scale"] for row in skipped],
+            "rx",
+            label=f"skipped step ({len(skipped)})",
+        )
+    axes.set(xlabel="step (windows attempted)", ylabel="loss scale")
+    axes.set_yscale("log", base=2)
+    _finish(axes)
+    return figure
+
+
+def memory_by_component(components: Mapping[str, float], peak: tuple[str, float]) -> Figure:
+    """Bars in MiB of what training holds throughout, beside the measured peak `(name, MiB)`."""
+    names = [name.removesuffix("_mib").replace("_", " ") for name in components] + [peak[0]]
+    values = [*components.values(), peak[1]]
+    figure, axes = plt.subplots(figsize=(8, 3.5), layout="constrained")
+    bars = axes.barh(names, values, color=["tab:blue"] * len(components) + ["tab:gray"])
+    axes.bar_label(bars, labels=[f"{value:,.2f}" for value in values], padding=3)
+    axes.set(xlabel="MiB", xscale="log")
+    axes.set_xlim(right=max(values) * 8)
+    axes.invert_yaxis()
+    return figure
+
+
+def confusion_matrix(counts: Sequence[Sequence[int]], classes: Sequence[str]) -> Figure:
+    """Row the true class, column the predicted one; the counts are written in up to 20 classes."""
+    size = min(12.0, 3 + 0.4 * len(classes))
+    figure, axes = plt.subplots(figsize=(size, size), layout="constrained")
+    axes.imshow(counts, cmap="Blues")
+    axes.set(xlabel="predicted", ylabel="true")
+    if len(classes) <= 20:
+        axes.set_xticks(range(len(classes)), classes, rotation=90)
+        axes.set_yticks(range(len(classes)), classes)
+        dark = max(map(max, counts)) / 2
+        for row, values in enumerate(counts):
+            for column, value in enumerate(values):
+                if value:
+                    color = "white" if value > dark else "black"
+                    axes.text(column, row, str(value), ha="center", va="center", color=color)
+    return figure
+
+
+def close(figure: Figure) -> None:
+    plt.close(figure)
+
+
+def _series(rows: Rows, name: str) -> tuple[list[int], list[float]]:
+    present = [row for row in rows if row.get(name) is not None]
+    return [row["step"] for row in present], [row[name] for row in present]
+
+
+def _finish(*every: Any) -> None:
+    for axes in every:
+        axes.grid(alpha=0.3)
+        axes.legend()

@@ -1,0 +1,96 @@
+"""The record of a training: one row per logged step, the same numbers in training.csv and in MLflow."""
+
+import csv
+import math
+from pathlib import Path
+from typing import Any
+
+from pipeline import files, tracking
+from pipeline.engine import StepResult, Trainer
+from pipeline.memory import usage
+
+TRAINING_CSV = Path("reports/training.csv")
+
+
+class Record:
+    """Rows at every `every` steps, at each change of the loss scale, skipped step and end of an epoch.
+
+    A row's values are those of its step; samples_per_second and the device's peaks are of the steps since
+    the row before. Non-finite values are left out: `train/nonfinite` says that there was one.
+    """
+
+    def __init__(
+        self, run: tracking.Run, trainer: Trainer, *, every: int, epoch_samples: int, accumulation_steps: int
+    ) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self._run = run
+        self._trainer = trainer
+        self._every = every
+        self._epoch_samples = epoch_samples
+        self._accumulation_steps = accumulation_steps
+        self._last: StepResult | None = None
+        self._seconds = 0.0
+        self._samples = 0
+
+    def after_step(self, result: StepResult) -> None:
+        before, self._last = self._last, result
+        self._seconds += result.seconds
+        self._samples += result.samples
+        rescaled = before is not None and before.loss_scale != result.loss_scale
+        if result.step % self._every == 0 or rescaled or not result.applied:
+            self._add(self._row(result))
+
+    def after_epoch(self, validation: dict[str, float]) -> None:
+        """Joins the epoch's validation to the row of its last step."""
+        assert self._last is not None
+        logged = bool(self.rows) and self.rows[-1]["step"] == self._last.step
+        row = {} if logged else self._row(self._last)
+        self._add(row | validation)
+
+    @property
+    def loss_scale(self) -> float:
+        """Of the last step."""
+        return self._last.loss_scale if self._last else math.nan
+
+    def _add(self, values: dict[str, Any]) -> None:
+        """A new row, or more of the last one."""
+        assert self._last is not None
+        step = self._last.step
+        finite = {name: value for name, value in values.items() if math.isfinite(value)}
+        if self.rows and self.rows[-1]["step"] == step:
+            self.rows[-1] |= finite
+        else:
+            self.rows.append({"step": step, **finite})
+        self._run.metrics(finite, step)
+
+    def _row(self, result: StepResult) -> dict[str, float]:
+        state, elapsed = self._trainer.state, max(self._seconds, 1e-9)
+        row = {
+            "train/epoch": state.samples_seen / self._epoch_samples,
+            "train/loss": result.loss,
+            "train/learning_rate": result.learning_rate,
+            "train/grad_norm": result.grad_norm,
+            "train/nonfinite": float(result.found_inf or not math.isfinite(result.loss)),
+            "train/samples_per_second": self._samples / elapsed,
+            "amp/skipped_steps": state.skipped_steps,
+            "amp/optimizer_steps": state.optimizer_steps,
+            "memory/micro_batch_size": result.micro_batch_size,
+            "memory/accumulation_steps": self._accumulation_steps,
+        }
+        if self._trainer.precision.scales:
+            row |= {
+                "amp/loss_scale": result.loss_scale,
+                "amp/growth_tracker": result.growth_tracker,
+                "amp/found_inf": float(result.found_inf),
+            }
+        row |= {f"memory/{name}": value for name, value in usage.peaks(self._trainer.precision.device).items()}
+        self._seconds, self._samples = 0.0, 0
+        return row
+
+    def write_csv(self) -> None:
+        """reports/training.csv: a column a metric, empty where a row has none."""
+        columns = list(dict.fromkeys(name for row in self.rows for name in row))
+        with files.whole(TRAINING_CSV) as temporary, temporary.open("w", newline="") as file:
+            writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(self.rows)
