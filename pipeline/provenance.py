@@ -1,5 +1,6 @@
 """Where a run comes from: the commit, what was changed since, the packages it ran with."""
 
+import functools
 import importlib.metadata
 import os
 import subprocess
@@ -38,6 +39,7 @@ def dvc_tags() -> dict[str, str]:
     return {tag: os.environ[name] for name, tag in names.items() if os.environ.get(name)}
 
 
+@functools.cache
 def packages() -> str:
     """Every installed distribution and its version, one a line, as `pip freeze` would."""
     found = {

@@ -6,10 +6,14 @@ MLFLOW_TRACKING_URI, else mlflow.db beside params.yaml; also for runs in the cop
 it takes two seconds.
 """
 
+import hashlib
 import logging
 import math
 import os
+import subprocess
+import sys
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -195,15 +199,15 @@ class Run:
 
     def dataset(self, folder: Path, description: Mapping[str, Any]) -> None:
         """The data set as the run's input: where it lies and a digest of its files."""
-        import hashlib
-
         from mlflow.data.dataset_source_registry import resolve_dataset_source
         from mlflow.data.meta_dataset import MetaDataset
         from mlflow.entities import DatasetInput, InputTag
 
         joined = "".join(f"{name}{digest}" for name, digest in sorted(description["sha256"].items()))
         digest = hashlib.sha256(joined.encode()).hexdigest()[:32]
-        source = resolve_dataset_source(str(folder.absolute()))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # MLflow knows a local folder under two names
+            source = resolve_dataset_source(str(folder.absolute()))
         dataset = MetaDataset(source, name=description["source"].rsplit(".", 1)[-1], digest=digest)
         tag = InputTag("mlflow.data.context", "training")
         entry = DatasetInput(dataset=dataset._to_mlflow_entity(), tags=[tag])
@@ -215,8 +219,6 @@ class Run:
         It is stored as an exported program, which loads without this project; a model that cannot be
         exported is stored as a pickle, which needs its code.
         """
-        import warnings
-
         mlflow = _mlflow()
         wanted = ("torch", "torchvision", "numpy")
         requirements = [line for line in provenance.packages().split() if line.split("==")[0] in wanted]
@@ -309,3 +311,42 @@ def existing_run(experiment: str, run_id: str) -> Run | None:
     except MlflowException:
         return None
     return Run(store, run_id)
+
+
+def note_project_run(experiment: str, stages: list[str], test: Mapping[str, float]) -> None:
+    """Makes the row of `mlflow run` meaningful, also when every stage was cached and it trained nothing.
+
+    The row gets the stages that ran, the run its model comes from, and that run's final metrics.
+    """
+    run_id = os.environ.get("MLFLOW_RUN_ID")
+    row = existing_run(experiment, run_id) if run_id else None
+    if row is None:
+        return
+    row.tags({"pipeline.stages_run": " ".join(stages) or "none: all cached"})
+    if not RUN_FILE.is_file():
+        return
+    reference = read_reference()
+    if reference["run_id"] == row.id:
+        return
+    training = existing_run(experiment, reference["run_id"])
+    final = training.client.get_run(training.id).data.metrics if training else test
+    row.metrics({k: v for k, v in final.items() if not k.startswith("system/")}, reference["step"])
+    row.flush()
+    row.tags({"pipeline.training_run_id": reference["run_id"]})
+    done = f"Stages run: {' '.join(stages)}." if stages else "Nothing had to run: all stages were cached."
+    told = training.description() if training else ""
+    row.describe(f"{done} The model is of run `{reference['run_id']}` ({reference['run_name']}).\n\n{told}")
+
+
+def serve_ui(experiment: str, port: int) -> int:
+    """Runs `mlflow ui` on the project's store until Ctrl-C; the store is made first, with its experiment.
+
+    A UI that made it would give the Default experiment a location that later runs cannot write to.
+    """
+    uri = _tracking_uri()
+    if urlparse(uri).scheme in ("http", "https"):
+        raise UserError(f"MLFLOW_TRACKING_URI is a server's, {_without_password(uri)}: open that in a browser")
+    connect(experiment)
+    print(f"http://127.0.0.1:{port} shows the runs in 15 to 20 seconds; pick Model training there. Ctrl-C ends it")
+    command = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", uri, "--host", "127.0.0.1"]
+    return subprocess.run([*command, "--port", str(port)], cwd=root(), check=False).returncode

@@ -24,7 +24,7 @@ class _Windows(Dataset[Window]):
 
     def __getitem__(self, ids: Any) -> Window:
         return {
-            "images": torch.from_numpy(np.ascontiguousarray(self.split.images[ids])),
+            "images": torch.from_numpy(np.array(self.split.images[ids])),
             "labels": torch.from_numpy(self.split.labels[ids]),
             "ids": torch.from_numpy(ids),
         }

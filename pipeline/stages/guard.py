@@ -20,9 +20,15 @@ from pipeline import config, files
 from pipeline.errors import UserError
 
 
+STAGES_RUN = "TIGHTFIT_STAGES_RUN"  # a file in which each stage that runs leaves its name
+
+
 def run_stage(name: str, work: Callable[[config.Params], None]) -> int:
     """Loads params.yaml, does the work and returns the exit code: 0, 2 for a user's mistake, 128 + signal."""
     signal.signal(signal.SIGTERM, _terminate)
+    if journal := environ.get(STAGES_RUN):
+        with open(journal, "a", encoding="utf-8") as file:
+            file.write(f"{name}\n")
     try:
         work(config.load())
     except UserError as error:

@@ -4,8 +4,6 @@ import sys
 from dataclasses import replace
 
 import numpy as np
-import torch
-from torchvision.transforms.v2.functional import resize
 
 from pipeline import files
 from pipeline.config import Params
@@ -34,6 +32,9 @@ def resized(images: np.ndarray, size: int) -> np.ndarray:
     """uint8 (N, C, H, W) at `size` pixels, square, antialiased; unchanged where it has that size."""
     if images.shape[2:] == (size, size):
         return images
+    import torch  # here, as most preparations need neither and importing them takes seconds
+    from torchvision.transforms.v2.functional import resize
+
     batches = [images[start : start + RESIZE_BATCH] for start in range(0, len(images), RESIZE_BATCH)]
     scaled = [resize(torch.from_numpy(batch), [size, size], antialias=True).numpy() for batch in batches]
     return np.concatenate(scaled)

@@ -260,7 +260,7 @@ def log_end(
         figures.close(figure)
     if params.tracking.log_model:
         loaded = models.load_model()
-        example = torch.from_numpy(np.ascontiguousarray(data.splits["validation"].images[:2]))
+        example = torch.from_numpy(np.array(data.splits["validation"].images[:2]))
         run.model(loaded.model, transform(example).numpy())
     text = description(params, best, trainer)
     run.describe(text)
