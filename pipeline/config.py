@@ -269,17 +269,15 @@ def _read(text: str) -> tuple[dict[str, Any], list[str]]:
     if not isinstance(tree, dict) or not tree:
         return {}, ["expected `key: value` lines"]
     flat: dict[str, Any] = {}
-    for name, value in tree.items():
+    for name, value in ((str(name), value) for name, value in tree.items()):
         declared = next((entry for entry in fields(Params) if entry.name == name), None)
-        if declared is not None and is_dataclass(declared.type):
-            if isinstance(value, dict):
-                flat |= {f"{name}.{entry}": content for entry, content in value.items()}
-            else:
-                problems.append(f"{name}: {value!r} stands where a section with keys is expected")
-        elif declared is None and isinstance(value, dict):
+        is_section = declared is not None and is_dataclass(declared.type)
+        if isinstance(value, dict) and (is_section or declared is None):
             flat |= {f"{name}.{entry}": content for entry, content in value.items()}
+        elif is_section:
+            problems.append(f"{name}: {value!r} stands where a section with keys is expected")
         else:
-            flat[str(name)] = value
+            flat[name] = value
     return flat, problems
 
 
@@ -358,10 +356,9 @@ def _allowed(declared: Field[Any]) -> str:
     if choices := declared.metadata.get("choices"):
         own = " or package.module:function" if declared.metadata.get("reference") else ""
         return f"allowed: {' '.join(choices)}{own}"
-    kind = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}.get(
-        declared.type,  # type: ignore[call-overload]
-        "a whole number" if declared.metadata.get("word") else "a map, {} when there is nothing to say",
-    )
+    kinds: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
+    default = "a whole number" if declared.metadata.get("word") else "a map, {} when there is nothing to say"
+    kind = kinds.get(declared.type, default)
     signs = {"at_least": ">=", "at_most": "<=", "above": ">", "below": "<"}
     bounds = declared.metadata.get("bounds", {})
     limits = " and ".join(f"{signs[name]} {bound}" for name, bound in bounds.items())

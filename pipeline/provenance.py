@@ -30,12 +30,18 @@ def source(params: config.Params) -> Source:
     status = _git("status", "--porcelain", *tree)
     unknown = [line for line in status.splitlines() if line.startswith("??")]
     diff = _git("diff", "HEAD", *tree) + "".join(f"{line}\n" for line in unknown)
-    return Source(commit, bool(status.strip()), diff, _overrides(params, _git("show", f"{commit}:params.yaml")))
+    return Source(
+        commit, bool(status.strip()), diff, _overrides(params, _git("show", f"{commit}:params.yaml"))
+    )
 
 
 def dvc_tags() -> dict[str, str]:
     """The stage and experiment that DVC runs this process for."""
-    names = {"DVC_STAGE": "dvc.stage", "DVC_EXP_NAME": "dvc.experiment", "DVC_EXP_BASELINE_REV": "dvc.baseline"}
+    names = {
+        "DVC_STAGE": "dvc.stage",
+        "DVC_EXP_NAME": "dvc.experiment",
+        "DVC_EXP_BASELINE_REV": "dvc.baseline",
+    }
     return {tag: os.environ[name] for name, tag in names.items() if os.environ.get(name)}
 
 
@@ -47,7 +53,9 @@ def packages() -> str:
         for distribution in importlib.metadata.distributions()
         if distribution.metadata["Name"]
     }
-    return "".join(f"{name}=={version}\n" for name, version in sorted(found.items(), key=lambda x: x[0].lower()))
+    return "".join(
+        f"{name}=={version}\n" for name, version in sorted(found.items(), key=lambda x: x[0].lower())
+    )
 
 
 def _overrides(params: config.Params, committed: str) -> str:

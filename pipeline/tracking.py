@@ -100,8 +100,8 @@ def _experiment_id(client: Any, name: str, uri: str) -> str:
         return str(client.create_experiment(name, artifact_location=location))
     if found.lifecycle_stage == "deleted":
         raise UserError(
-            f"the MLflow experiment {name} was deleted: `mlflow experiments restore -x {found.experiment_id}`, "
-            "or set tracking.experiment to another name"
+            f"the MLflow experiment {name} was deleted: `mlflow experiments restore "
+            f"-x {found.experiment_id}`, or set tracking.experiment to another name"
         )
     local = _local_path(found.artifact_location)
     own_store = uri == f"sqlite:///{root() / 'mlflow.db'}"
@@ -229,7 +229,9 @@ class Run:
                 try:
                     mlflow.pytorch.log_model(model, **arguments)
                 except Exception as error:
-                    print(f"the model cannot be exported ({str(error).splitlines()[0]:.200}): logged as pickle")
+                    print(
+                        f"the model cannot be exported ({str(error).splitlines()[0]:.200}): logged as pickle"
+                    )
                     mlflow.pytorch.log_model(model, serialization_format="pickle", **arguments)
         self.client.update_run(self.id, status="RUNNING")  # leaving start_run's block ended it
 
@@ -292,7 +294,12 @@ def _end(run: Run, status: str | None, system: Any) -> None:
 def save_reference(run: Run, step: int) -> None:
     """Writes reports/mlflow_run.json: which run the model belongs to, and its last step."""
     info = run.client.get_run(run.id).info
-    reference = {"run_id": run.id, "run_name": info.run_name, "experiment_id": info.experiment_id, "step": step}
+    reference = {
+        "run_id": run.id,
+        "run_name": info.run_name,
+        "experiment_id": info.experiment_id,
+        "step": step,
+    }
     files.write_json(RUN_FILE, reference)
 
 
@@ -345,8 +352,13 @@ def serve_ui(experiment: str, port: int) -> int:
     """
     uri = _tracking_uri()
     if urlparse(uri).scheme in ("http", "https"):
-        raise UserError(f"MLFLOW_TRACKING_URI is a server's, {_without_password(uri)}: open that in a browser")
+        raise UserError(
+            f"MLFLOW_TRACKING_URI is a server's, {_without_password(uri)}: open that in a browser"
+        )
     connect(experiment)
-    print(f"http://127.0.0.1:{port} shows the runs in 15 to 20 seconds; pick Model training there. Ctrl-C ends it")
+    print(
+        f"http://127.0.0.1:{port} shows the runs in 15 to 20 seconds (if it asks, pick Model training); "
+        "Ctrl-C ends it"
+    )
     command = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", uri, "--host", "127.0.0.1"]
     return subprocess.run([*command, "--port", str(port)], cwd=root(), check=False).returncode

@@ -1,10 +1,10 @@
 """The prepared data set on disk: the one place that knows its layout.
 
-    data/prepared/
-      dataset.json                what it is: source, classes, counts, shape, mean and std, sha256 of each file
-      train_images.npy            uint8 (N, C, H, W), to be memory-mapped
-      train_labels.npy            int64 (N,)
-      validation_….npy  test_….npy
+data/prepared/
+  dataset.json                what it is: source, classes, counts, shape, mean and std, sha256 of each file
+  train_images.npy            uint8 (N, C, H, W), to be memory-mapped
+  train_labels.npy            int64 (N,)
+  validation_….npy  test_….npy
 """
 
 from dataclasses import dataclass
@@ -125,5 +125,3 @@ def summary(description: dict[str, Any]) -> str:
     counts = ", ".join(f"{count:,} {split}" for split, count in description["counts"].items())
     shape = " x ".join(str(size) for size in description["shape"])
     return f"{description['source']}: {counts}; {len(description['classes'])} classes, {shape}"
-
-

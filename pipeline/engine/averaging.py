@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 class WeightAverage:
@@ -18,7 +18,7 @@ class WeightAverage:
         if not 0 <= decay < 1:
             raise ValueError(f"ema decay {decay} must lie in [0, 1)")
         self.decay = decay
-        self._weights = list(model.parameters()) if decay else []
+        self._weights: list[Tensor] = list(model.parameters()) if decay else []
         self.averages = [weight.detach().clone() for weight in self._weights]
 
     @torch.no_grad()

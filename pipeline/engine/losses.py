@@ -44,7 +44,9 @@ def checked(value: Any) -> tuple[Tensor, int | Tensor]:
         total, count = value
         if isinstance(total, Tensor) and total.numel() == 1 and isinstance(count, int | Tensor):
             return total.reshape(()), count
-    got = f"{type(value).__name__} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+    got = (
+        f"{type(value).__name__} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+    )
     raise ValueError(
         f"a loss returns (sum over the items, number of items), not {got:.80}; for a criterion that returns "
         "a mean, return (criterion(outputs, targets) * len(targets), len(targets))"

@@ -88,7 +88,8 @@ class Precision:
         if not self.scales:
             return [torch.ones((), device=self.device), torch.zeros((), device=self.device)]
         scale, tracker = self.scaler._scale, self.scaler._growth_tracker
-        assert scale is not None and tracker is not None
+        assert scale is not None
+        assert tracker is not None
         return [scale, tracker.float()]
 
     def update(self, optimizer: torch.optim.Optimizer, *, applied: bool) -> None:

@@ -100,7 +100,7 @@ class Trainer:
     def step(self, window: Batch) -> StepResult:
         """Trains on one window; raises CollapseError when training cannot go on."""
         started = time.perf_counter()
-        buffers = [(owner, name, owner[name], owner[name].clone()) for owner, name in self._buffers]
+        buffers = [_SavedBuffer(owner, name) for owner, name in self._buffers]
         rate = self._set_learning_rate()
         try:
             result = self._attempt(window, started, rate)
@@ -109,7 +109,8 @@ class Trainer:
         if result.applied:
             self.average.update()
         else:
-            _restore(buffers)
+            for buffer in buffers:
+                buffer.restore()
         self._check_collapse(result)
         return result
 
@@ -202,7 +203,9 @@ class Trainer:
 def _check_trainable(optimizer: torch.optim.Optimizer, precision: Precision) -> None:
     parameters = [parameter for parameter in owned_parameters(optimizer) if parameter.requires_grad]
     if not parameters:
-        raise ValueError("the optimizer holds no trainable parameter: all are frozen, so nothing can be learned")
+        raise ValueError(
+            "the optimizer holds no trainable parameter: all are frozen, so nothing can be learned"
+        )
     half = {parameter.dtype for parameter in parameters} & {torch.float16, torch.bfloat16}
     if half and precision.name != "fp32":
         raise ValueError(
@@ -234,9 +237,17 @@ def _clip(gradients: list[Tensor], norm: float, max_norm: float) -> None:
         torch._foreach_mul_(gradients, coefficient)
 
 
-@torch.no_grad()
-def _restore(buffers: list[tuple[dict[str, Tensor | None], str, Tensor, Tensor]]) -> None:
-    """Puts back each buffer, the object and its value: a skipped forward may have made it NaN."""
-    for owner, name, buffer, value in buffers:
-        buffer.copy_(value)
-        owner[name] = buffer
+class _SavedBuffer:
+    """A buffer as it stood before the window, the object and its value."""
+
+    def __init__(self, owner: dict[str, Tensor | None], name: str) -> None:
+        self.owner, self.name = owner, name
+        buffer = owner[name]
+        assert buffer is not None
+        self.buffer, self.value = buffer, buffer.clone()
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Puts both back: a skipped forward may have made the statistics NaN."""
+        self.buffer.copy_(self.value)
+        self.owner[self.name] = self.buffer

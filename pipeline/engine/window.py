@@ -7,6 +7,7 @@ epoch, a window smaller than a micro-batch, or another micro-batch size from one
 no special case anywhere.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -44,7 +45,7 @@ def micro_batches(window: Batch, micro_batch_size: int) -> list[Batch]:
     total = samples(window)
     count = accumulation_steps(total, micro_batch_size)
     edges = [total * index // count for index in range(count + 1)] if count else []
-    return [_map(lambda tensor, a=a, b=b: tensor[a:b], window) for a, b in zip(edges, edges[1:], strict=False)]
+    return [_map(lambda tensor, a=a, b=b: tensor[a:b], window) for a, b in itertools.pairwise(edges)]
 
 
 def accumulation_steps(samples_in_window: int, micro_batch_size: int) -> int:

@@ -42,6 +42,8 @@ def set_determinism(deterministic: bool, device: torch.device) -> None:
     if device.type != "cuda":
         return
     if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS's own condition, see torch's docs
+        os.environ.setdefault(
+            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+        )  # cuBLAS's own condition, see torch's docs
     torch.use_deterministic_algorithms(deterministic, warn_only=True)
     torch.backends.cudnn.benchmark = not deterministic

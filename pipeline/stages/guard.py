@@ -19,7 +19,7 @@ import yaml
 from pipeline import config, files
 from pipeline.errors import UserError
 
-
+CODE = (".py", ".txt")  # the stage's code, and the lock of what it imports
 STAGES_RUN = "TIGHTFIT_STAGES_RUN"  # a file in which each stage that runs leaves its name
 
 
@@ -61,7 +61,7 @@ def inputs_unchanged(stage: str) -> Iterator[None]:
     after = _inputs(stage)
     changed = [
         f"{name}: {before.get(name, 'nothing')} -> {after.get(name, 'nothing')}"
-        if "." in name and not Path(name).suffix == ".py"
+        if Path(name).suffix not in CODE
         else name
         for name in sorted(before.keys() | after.keys())
         if before.get(name) != after.get(name)
@@ -77,7 +77,7 @@ def inputs_unchanged(stage: str) -> Iterator[None]:
 def _inputs(stage: str) -> dict[str, str]:
     """The digest of each code file the stage depends on, and the value of each of its params."""
     declared = _stage(stage)
-    code = [Path(dep) for dep in declared["deps"] if Path(dep).suffix in (".py", ".txt")]
+    code = [Path(dep) for dep in declared["deps"] if Path(dep).suffix in CODE]
     digests = {str(path): files.sha256(path) if path.is_file() else "missing" for path in code}
     values = config.raw_values(Path("params.yaml").read_text(encoding="utf-8"))
     sections = declared.get("params", [])

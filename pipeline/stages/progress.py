@@ -77,7 +77,7 @@ class TrainingProgress:
 
 
 def duration(seconds: float) -> str:
-    """"42 s", "3 min 20 s", "2 h 05 min"."""
+    """ "42 s", "3 min 20 s", "2 h 05 min"."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

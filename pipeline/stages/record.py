@@ -83,7 +83,9 @@ class Record:
                 "amp/growth_tracker": result.growth_tracker,
                 "amp/found_inf": float(result.found_inf),
             }
-        row |= {f"memory/{name}": value for name, value in usage.peaks(self._trainer.precision.device).items()}
+        row |= {
+            f"memory/{name}": value for name, value in usage.peaks(self._trainer.precision.device).items()
+        }
         self._seconds, self._samples = 0.0, 0
         return row
 

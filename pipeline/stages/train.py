@@ -62,7 +62,10 @@ def train(params: Params) -> None:
         data.splits["train"], params.batch.effective_batch_size, seed=params.seed, workers=workers
     )
     trainer = build_trainer(params, model, transform, total_steps=len(loader) * params.train.epochs)
-    with tracking.training_run(params.tracking.experiment, run_name(params)) as run, inputs_unchanged("train"):
+    with (
+        tracking.training_run(params.tracking.experiment, run_name(params)) as run,
+        inputs_unchanged("train"),
+    ):
         log_start(run, params, data, trainer, fresh)
         record, best = fit_recorded(params, trainer, transform, data, loader, run)
         save(params, best, transform, images)
@@ -113,7 +116,7 @@ def build_loss(params: Params) -> Callable[..., Any]:
         raise UserError("loss.label_smoothing: belongs to cross_entropy; a loss of your own sets its own")
     module, _, name = params.loss.name.partition(":")
     try:
-        return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
+        return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise UserError(f"loss.name {params.loss.name} cannot be imported: {error}") from None
 
@@ -174,12 +177,18 @@ def fit_recorded(
             scores = metrics.evaluate(outputs, data.classes).scalars
             keep_if_better(best, trainer.model, scores["accuracy"], epoch, params.train.save)
         record.after_epoch({f"val/{name}": value for name, value in scores.items()} | best_so_far(best))
-        progress.after_epoch(epoch, scores["loss"], scores["accuracy"], state.skipped_steps, record.loss_scale)
+        progress.after_epoch(
+            epoch, scores["loss"], scores["accuracy"], state.skipped_steps, record.loss_scale
+        )
 
     try:
         with progress:
             fit(
-                trainer, loader.epoch, epochs=params.train.epochs, after_step=after_step, after_epoch=after_epoch
+                trainer,
+                loader.epoch,
+                epochs=params.train.epochs,
+                after_step=after_step,
+                after_epoch=after_epoch,
             )
     except CollapseError as error:
         raise UserError(str(error)) from None
@@ -287,7 +296,8 @@ def description(params: Params, best: Best, trainer: Trainer) -> str:
     steps = accumulation_steps(batch.effective_batch_size, batch.micro_batch_size)
     kept = "best" if params.train.save == "best" else "last"
     return (
-        f"**val/accuracy {best.accuracy:.4f}** at epoch {best.epoch} of {params.train.epochs}, the {kept}.\n\n"
+        f"**val/accuracy {best.accuracy:.4f}** at epoch {best.epoch} of {params.train.epochs} "
+        f"(the {kept}).\n\n"
         f"Plan: effective batch {batch.effective_batch_size} = {steps} micro-batches of "
         f"{batch.micro_batch_size}, {params.precision}, {trainer.precision.device.type}.\n\n"
         f"{state.skipped_steps} of {state.step} steps were skipped (non-finite gradient).\n\n"
