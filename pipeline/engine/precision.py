@@ -107,7 +107,8 @@ class Precision:
 
     def forget(self, optimizer: torch.optim.Optimizer) -> None:
         """After a window without anything to learn from: the scale and its tracker stay as they are."""
-        self.scaler._per_optimizer_states.pop(id(optimizer), None)
+        if self.scales:
+            self.scaler._per_optimizer_states.pop(id(optimizer), None)
 
     def state_dict(self) -> dict[str, Any]:
         return self.scaler.state_dict()

@@ -224,7 +224,8 @@ def _check_trainable(optimizer: torch.optim.Optimizer, precision: Precision) -> 
 def _normalise(gradients: list[Tensor], total: int, items: int | Tensor) -> None:
     """From the sum over items divided by samples to the mean over items; nothing where both are equal."""
     if isinstance(items, Tensor):
-        torch._foreach_mul_(gradients, (total / items).to(gradients[0].dtype))
+        factor = total / items.double()  # an integer count would give a float32 quotient
+        torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
     elif items not in (0, total):
         torch._foreach_mul_(gradients, total / items)
 
