@@ -18,7 +18,7 @@ repro: $(VENV)/.runtime
 	$(IN_VENV) dvc repro
 
 test: $(VENV)/.dev
-	$(IN_VENV) pytest
+	$(IN_VENV) pytest -n 2 --dist loadfile
 
 ui: $(VENV)/.runtime
 	$(IN_VENV) python -m pipeline ui

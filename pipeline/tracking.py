@@ -339,6 +339,7 @@ def note_project_run(experiment: str, stages: list[str], test: Mapping[str, floa
     final = training.client.get_run(training.id).data.metrics if training else test
     row.metrics({k: v for k, v in final.items() if not k.startswith("system/")}, reference["step"])
     row.flush()
+    row.client.update_run(row.id, name=f"{reference['run_name']} (trained before)")
     row.tags({"pipeline.training_run_id": reference["run_id"]})
     done = f"Stages run: {' '.join(stages)}." if stages else "Nothing had to run: all stages were cached."
     told = training.description() if training else ""

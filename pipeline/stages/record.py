@@ -74,15 +74,12 @@ class Record:
             "train/samples_per_second": self._samples / elapsed,
             "amp/skipped_steps": state.skipped_steps,
             "amp/optimizer_steps": state.optimizer_steps,
+            "amp/loss_scale": result.loss_scale,  # 1 without a scaler
+            "amp/growth_tracker": result.growth_tracker,
+            "amp/found_inf": float(result.found_inf),
             "memory/micro_batch_size": result.micro_batch_size,
             "memory/accumulation_steps": self._accumulation_steps,
         }
-        if self._trainer.precision.scales:
-            row |= {
-                "amp/loss_scale": result.loss_scale,
-                "amp/growth_tracker": result.growth_tracker,
-                "amp/found_inf": float(result.found_inf),
-            }
         row |= {
             f"memory/{name}": value for name, value in usage.peaks(self._trainer.precision.device).items()
         }

@@ -281,13 +281,11 @@ def run_figures(record: Record, trainer: Trainer) -> dict[str, Any]:
     name = "peak_allocated_mib" if device == "cuda" else "host_peak_rss_mib"
     peak = max(row.get(f"memory/{name}", 0.0) for row in record.rows)
     components = usage.components(trainer.model, trainer.optimizer)
-    drawn = {
+    return {
         "loss_and_accuracy": figures.loss_and_accuracy(record.rows),
+        "loss_scale": figures.loss_scale(record.rows),
         "memory_by_component": figures.memory_by_component(components, (name, peak)),
     }
-    if trainer.precision.scales:
-        drawn["loss_scale"] = figures.loss_scale(record.rows)
-    return drawn
 
 
 def description(params: Params, best: Best, trainer: Trainer) -> str:
