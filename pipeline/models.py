@@ -50,12 +50,11 @@ class Transform:
 
 
 class LoadedModel(NamedTuple):
-    """A saved model, in evaluation mode; `description` is model.json."""
+    """A saved model, in evaluation mode, with what its images and its outputs mean."""
 
     model: nn.Module
     transform: Transform
     classes: list[str]
-    description: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -302,4 +301,4 @@ def load_model(folder: str | Path = FOLDER) -> LoadedModel:
         raise UserError(f"{path} does not fit model {description['name']}: {error}") from None
     parts = description["transform"]
     transform = Transform(parts["size"], parts["channels"], tuple(parts["mean"]), tuple(parts["std"]))
-    return LoadedModel(model.eval(), transform, classes, description)
+    return LoadedModel(model.eval(), transform, classes)
