@@ -58,7 +58,7 @@ def _command(options: argparse.Namespace) -> int:
         overrides = [part for text in options.overrides for part in shlex.split(text)]
         return _experiment(overrides) if overrides else _dvc("repro")
     if options.command == "ui":
-        return tracking.serve_ui(config.load().tracking.experiment, options.port)
+        tracking.serve_ui(config.load().tracking.experiment, options.port)
     for stage in STAGES if options.command == "run" else [options.command]:
         code = subprocess.run([sys.executable, "-m", f"pipeline.stages.{stage}"], check=False).returncode
         if code:

@@ -10,7 +10,6 @@ import hashlib
 import logging
 import math
 import os
-import subprocess
 import sys
 import time
 import warnings
@@ -18,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from urllib.parse import unquote, urlparse
 
 from pipeline import files, provenance
@@ -346,10 +345,11 @@ def note_project_run(experiment: str, stages: list[str], test: Mapping[str, floa
     row.describe(f"{done} The model is of run `{reference['run_id']}` ({reference['run_name']}).\n\n{told}")
 
 
-def serve_ui(experiment: str, port: int) -> int:
-    """Runs `mlflow ui` on the project's store until Ctrl-C; the store is made first, with its experiment.
+def serve_ui(experiment: str, port: int) -> NoReturn:
+    """Becomes `mlflow ui` on the project's store; the store is made first, with its experiment.
 
-    A UI that made it would give the Default experiment a location that later runs cannot write to.
+    A UI that made it would give the Default experiment a location that later runs cannot write to. The
+    process is replaced, so that Ctrl-C and SIGTERM reach the server itself and nothing is left behind.
     """
     uri = _tracking_uri()
     if urlparse(uri).scheme in ("http", "https"):
@@ -358,8 +358,10 @@ def serve_ui(experiment: str, port: int) -> int:
         )
     connect(experiment)
     print(
-        f"http://127.0.0.1:{port} shows the runs in 15 to 20 seconds (if it asks, pick Model training); "
-        "Ctrl-C ends it"
+        f"http://127.0.0.1:{port} shows the runs in 15 to 20 seconds (pick Model training at the top left); "
+        "Ctrl-C ends it",
+        flush=True,
     )
     command = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", uri, "--host", "127.0.0.1"]
-    return subprocess.run([*command, "--port", str(port)], cwd=root(), check=False).returncode
+    os.chdir(root())
+    os.execv(sys.executable, [*command, "--port", str(port)])

@@ -278,8 +278,12 @@ def log_end(
 
 def run_figures(record: Record, trainer: Trainer) -> dict[str, Any]:
     device = trainer.precision.device.type
-    name = "peak_allocated_mib" if device == "cuda" else "host_peak_rss_mib"
-    peak = max(row.get(f"memory/{name}", 0.0) for row in record.rows)
+    metric, name = (
+        ("memory/peak_allocated_mib", "peak allocated (device)")
+        if device == "cuda"
+        else ("memory/host_peak_rss_mib", "peak of the process (host)")
+    )
+    peak = max(row.get(metric, 0.0) for row in record.rows)
     components = usage.components(trainer.model, trainer.optimizer)
     return {
         "loss_and_accuracy": figures.loss_and_accuracy(record.rows),

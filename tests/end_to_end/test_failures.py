@@ -4,14 +4,17 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from project import QUICK, Project, clone, copy_of
+from project import QUICK, Project, clone, copy_of, environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -180,31 +183,63 @@ def test_params_edited_while_a_stage_runs_fail_it_and_say_what_changed(project: 
     assert project.runs()[0].info.status == "FAILED"
 
 
-def test_a_ui_that_was_started_first_does_no_harm(project: Project) -> None:
-    """It makes the store, with a Default experiment whose artifacts only its server can write."""
-    port = 5791
-    arguments = ["--backend-store-uri", f"sqlite:///{project.folder}/mlflow.db", "--port", str(port)]
+@contextmanager
+def serving(project: Project, *arguments: str) -> Iterator[None]:
+    """A UI that answers; ended by SIGTERM to the process that was started, after which nothing answers."""
+    port = free_port()
     server = subprocess.Popen(
-        [sys.executable, "-m", "mlflow", "ui", *arguments],
+        [sys.executable, *arguments, "--port", str(port)],
         cwd=project.folder,
+        env=environment(),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
     try:
-        until = time.monotonic() + 120
-        while time.monotonic() < until:
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2)
-                break
-            except OSError:
-                time.sleep(0.5)
+        wait_until(lambda: answers(port), seconds=120)
+        yield
+        server.terminate()
+        server.wait(timeout=30)
+        wait_until(lambda: not answers(port), seconds=10)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGKILL)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def answers(port: int) -> bool:
+    try:
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2)
+    except OSError:
+        return False
+    return True
+
+
+def wait_until(holds: Callable[[], bool], *, seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < until, f"not within {seconds} seconds"
+        time.sleep(0.3)
+
+
+def test_the_ui_shows_the_projects_store_and_a_signal_ends_it_whole(project: Project) -> None:
+    with serving(project, "-m", "pipeline", "ui"):
+        assert {e.name for e in project.client().search_experiments()} == {"Default", "tightfit"}
+
+
+def test_a_ui_that_was_started_first_does_no_harm(project: Project) -> None:
+    """It makes the store, with a Default experiment whose artifacts only its server can write."""
+    with serving(
+        project, "-m", "mlflow", "ui", "--backend-store-uri", f"sqlite:///{project.folder}/mlflow.db"
+    ):
         assert project.client().get_experiment("0").artifact_location.startswith("mlflow-artifacts:")
         said = project.sh("mlflow run . --env-manager local -e train")
         assert "keeps its artifacts on a server" in said
-    finally:
-        os.killpg(server.pid, signal.SIGTERM)
-        server.wait(timeout=30)
     reference = json.loads(project.read("reports/mlflow_run.json"))
     client = project.client()
     run = client.get_run(reference["run_id"])

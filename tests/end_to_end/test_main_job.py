@@ -138,12 +138,14 @@ def test_the_logged_model_and_the_saved_one_give_the_same_logits(project: Projec
         f"mlflow.set_tracking_uri('sqlite:///{project.folder / 'mlflow.db'}'); "
         f"logged = mlflow.pytorch.load_model('models:/{model_id}'); "
         "model, transform, classes = load_model('models'); "
-        "images = torch.tensor(d.load_digits().images[:9, None] * 255 / 16).round().byte(); "
-        "inputs = transform(images); "
-        "torch.testing.assert_close(logged(inputs), model(inputs)); "
-        "print([classes[i] for i in model(inputs).argmax(1)])"
+        "digits = d.load_digits(); "
+        "inputs = transform(torch.tensor(digits.images[:, None] * 255 / 16).round().byte()); "
+        "logits = model(inputs); "
+        "torch.testing.assert_close(logged(inputs), logits); "
+        "right = [classes[i] == str(label) for i, label in zip(logits.argmax(1), digits.target)]; "
+        "print(sum(right) / len(right))"
     )
-    assert "['0', '1', '2', '3', '4', '5', '6', '7', '8']" in project.sh(f'python -W ignore -c "{script}"')
+    assert float(project.sh(f'python -W ignore -c "{script}"')) >= 0.98
 
 
 def test_dvc_repro_again_runs_nothing(project: Project) -> None:
