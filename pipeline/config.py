@@ -51,17 +51,20 @@ def key(
     below: float | None = None,
     word: str | None = None,
     reference: bool = False,
+    besides: str = "",
 ) -> Any:
     """A key of params.yaml and the values it allows.
 
     `choices` are the allowed words, `word` the one word allowed besides numbers, `reference` allows
-    `package.module:function` besides the choices; the bounds are of numbers.
+    `package.module:function` besides the choices; the bounds are of numbers. `besides` says what else is
+    allowed, which `_contradictions` checks.
     """
     bounds = {"at_least": at_least, "at_most": at_most, "above": above, "below": below}
     rules = {
         "choices": choices,
         "word": word,
         "reference": reference,
+        "besides": besides,
         "bounds": {name: value for name, value in bounds.items() if value is not None},
     }
     return field(metadata=rules)
@@ -95,12 +98,14 @@ class Model:
     name: str
     args: dict[str, Any]
     weights: str
+    freeze: list[str] = key(besides="a list of name patterns, [] for none")
 
 
 @dataclass(frozen=True)
 class Loss:
     name: str = key(choices=("cross_entropy",), reference=True)
     label_smoothing: float = key(at_least=0, below=1)
+    class_weights: Any = key(choices=("none", "balanced"), besides="a list of numbers, one a class")
 
 
 @dataclass(frozen=True)
@@ -134,7 +139,7 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class Schedule:
-    name: str = key(choices=("constant", "cosine"))
+    name: str = key(choices=("constant", "linear", "cosine", "one_cycle"))
     warmup_fraction: float = key(at_least=0, at_most=1)
 
 
@@ -142,6 +147,7 @@ class Schedule:
 class Train:
     epochs: int = key(at_least=1)
     ema_decay: float = key(at_least=0, below=1)  # 0 is without
+    batchnorm_per_window: bool = key()
     save: str = key(choices=("best", "last"))
     deterministic: bool = key()
 
@@ -150,6 +156,8 @@ class Train:
 class Execution:
     device: str = key(choices=("auto", "cpu", "cuda"))
     workers: Union[int, str] = key(word="auto", at_least=0)  # noqa: UP007  loader processes
+    compile: bool = key()
+    channels_last: bool = key()
 
 
 @dataclass(frozen=True)
@@ -354,8 +362,11 @@ def _choices(declared: Field[Any]) -> tuple[str, ...]:
 def _allowed(declared: Field[Any]) -> str:
     """What a key allows, in words."""
     if choices := declared.metadata.get("choices"):
-        own = " or package.module:function" if declared.metadata.get("reference") else ""
-        return f"allowed: {' '.join(choices)}{own}"
+        besides = "package.module:function" if declared.metadata.get("reference") else None
+        besides = declared.metadata["besides"] or besides
+        return f"allowed: {' '.join(choices)}{f' or {besides}' if besides else ''}"
+    if besides := declared.metadata.get("besides"):
+        return f"allowed: {besides}"
     kinds: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
     default = "a whole number" if declared.metadata.get("word") else "a map, {} when there is nothing to say"
     kind = kinds.get(declared.type, default)
@@ -391,7 +402,21 @@ def _contradictions(params: Params) -> Iterator[str]:
         )
     if scaler.min_scale > scaler.init_scale:
         yield f"scaler.min_scale: {scaler.min_scale:g} is more than scaler.init_scale, {scaler.init_scale:g}"
+    weights = params.loss.class_weights
+    if not isinstance(weights, str) and not _are_weights(weights):
+        yield (
+            f"loss.class_weights: {weights!r} is not possible; allowed: none balanced or a list of numbers, "
+            "one a class, none below 0 and not all of them 0"
+        )
     for dotted in ("model.name", "tracking.experiment", "tracking.run_name", "model.weights"):
         section, name = dotted.split(".")
         if not getattr(getattr(params, section), name).strip():
             yield f"{dotted}: is empty"
+
+
+def _are_weights(values: Any) -> bool:
+    return (
+        isinstance(values, list)
+        and all(type(value) in (int, float) and 0 <= value < math.inf for value in values)
+        and any(values)
+    )

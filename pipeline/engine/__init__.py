@@ -9,9 +9,11 @@ It imports torch and itself, nothing else, and serves in anybody's own script:
 """
 
 from pipeline.engine.averaging import WeightAverage
+from pipeline.engine.dependence import depends_on_split
+from pipeline.engine.diagnosis import Diagnosis
 from pipeline.engine.loop import fit
-from pipeline.engine.losses import CrossEntropy
-from pipeline.engine.optimizer import allocate_state, build_optimizer, state_tensors
+from pipeline.engine.losses import CrossEntropy, MeanSquaredError
+from pipeline.engine.optimizer import allocate_state, build_optimizer, freeze, state_tensors
 from pipeline.engine.precision import Precision, ScalerSettings
 from pipeline.engine.schedule import Schedule
 from pipeline.engine.state import TrainState
@@ -21,6 +23,8 @@ from pipeline.engine.window import accumulation_steps
 __all__ = [
     "CollapseError",
     "CrossEntropy",
+    "Diagnosis",
+    "MeanSquaredError",
     "Precision",
     "ScalerSettings",
     "Schedule",
@@ -31,6 +35,8 @@ __all__ = [
     "accumulation_steps",
     "allocate_state",
     "build_optimizer",
+    "depends_on_split",
     "fit",
+    "freeze",
     "state_tensors",
 ]

@@ -1,5 +1,6 @@
 """Optimizers as the step wants them: fused, decayed where decay belongs, their state allocated early."""
 
+import fnmatch
 from collections.abc import Iterable
 from typing import Any
 
@@ -38,9 +39,61 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     return [group for group in groups if group["params"]]
 
 
+def freeze(model: nn.Module, patterns: Iterable[str]) -> list[str]:
+    """Freezes the parameters whose dotted names match a pattern ("encoder.layers.*"); returns the names.
+
+    Patterns are those of the shell (fnmatch). Raises ValueError for one that matches no parameter. A frozen
+    BatchNorm still takes its statistics from the data, unless its module is in evaluation mode.
+    """
+    named = dict(model.named_parameters())
+    frozen: list[str] = []
+    for pattern in patterns:
+        matching = fnmatch.filter(named, pattern)
+        if not matching:
+            raise ValueError(
+                f"freeze: {pattern!r} matches no parameter; the first are {', '.join(list(named)[:5])}"
+            )
+        frozen += matching
+    for name in frozen:
+        named[name].requires_grad_(False)
+    return list(dict.fromkeys(frozen))
+
+
 def owned_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """The parameters an optimizer moves, over all its groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def base_rates(optimizer: torch.optim.Optimizer) -> list[float]:
+    """Each group's learning rate before any schedule, kept as `initial_lr` as torch's schedulers do."""
+    return [group.setdefault("initial_lr", group["lr"]) for group in optimizer.param_groups]
+
+
+def check_trainable(optimizer: torch.optim.Optimizer, device: torch.device, *, half: bool) -> None:
+    """Raises ValueError, with the fix, for parameters that cannot be trained; `half`: float16 ones may be."""
+    owned = owned_parameters(optimizer)
+    if len({id(parameter) for parameter in owned}) < len(owned):
+        raise ValueError(
+            "a parameter is in the optimizer twice and would be updated twice a step: put it into one group"
+        )
+    trainable = [parameter for parameter in owned if parameter.requires_grad]
+    if not trainable:
+        raise ValueError(
+            "the optimizer holds no trainable parameter: all are frozen, so nothing can be learned; set "
+            "requires_grad on those that should be, before the optimizer is made"
+        )
+    halves = {parameter.dtype for parameter in trainable} & {torch.float16, torch.bfloat16}
+    if halves and not half:
+        raise ValueError(
+            f"mixed precision needs float32 master weights, and the model's are {halves.pop()}: remove "
+            ".half() or .to(dtype); autocast chooses the dtype of each operation"
+        )
+    elsewhere = {parameter.device.type for parameter in trainable} - {device.type}
+    if elsewhere:
+        raise ValueError(
+            f"the model is on {elsewhere.pop()} and precision on {device.type}: move the model before the "
+            "optimizer is made"
+        )
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:

@@ -7,8 +7,8 @@ window whose gradients overflowed is skipped and tried with a smaller scale from
 al., "Mixed Precision Training", 2018). bfloat16 has float32's range and needs no scale.
 
 A disabled autocast and a disabled scaler do nothing, so there is one path for all three. What the step
-needs of GradScaler beyond its public methods (its scale and tracker as tensors, to be read together with
-the norm in one transfer; its record of found infs) is kept in this file.
+needs of torch beyond its public methods (GradScaler's scale and tracker as tensors, to be read together with
+the norm in one transfer, and its record of found infs; `grad_scale` of fused optimizers) is kept in this file.
 """
 
 from contextlib import AbstractContextManager
@@ -24,10 +24,9 @@ AUTOCAST_DTYPES = {"fp32": None, "amp_fp16": torch.float16, "amp_bf16": torch.bf
 
 @dataclass(frozen=True)
 class ScalerSettings:
-    """GradScaler's arguments (torch's defaults), and the limits past which a run has collapsed.
+    """GradScaler's arguments (torch's defaults), and a floor: below `min_scale` a run has collapsed.
 
-    `growth_interval` counts optimizer steps, as `update` is called once a window. Under `min_scale`, or
-    after `max_consecutive_skips` windows without an update, `Trainer.step` raises `CollapseError`.
+    `growth_interval` counts optimizer steps, as the scale is updated once a window.
     """
 
     init_scale: float = 65536.0
@@ -35,27 +34,42 @@ class ScalerSettings:
     backoff_factor: float = 0.5
     growth_interval: int = 2000
     min_scale: float = 1.0
-    max_consecutive_skips: int = 50
 
 
 class Precision:
     """How one window is computed: autocast's dtype, and the loss scale with its bookkeeping.
 
-    `name` is fp32, amp_fp16 or amp_bf16; `device` where the model is. Raises ValueError for another name
-    and for a CUDA device that cannot do what is asked.
+    name: fp32, amp_fp16 or amp_bf16; device: where the model is. scaler: for amp_fp16 alone.
+    cache_casts: keep the half-precision copies of the weights over all micro-batches of a window, which
+    takes the memory of these copies and saves a cast a micro-batch. Set it to False with activation
+    checkpointing on CUDA: what is recomputed in autograd's thread clears the cache of all.
+    Raises ValueError for another name, a scaler where none is used, and a device that cannot do it.
     """
 
     def __init__(
-        self, name: str, device: torch.device | str = "cpu", scaler: ScalerSettings | None = None
+        self,
+        name: str,
+        device: torch.device | str = "cpu",
+        scaler: ScalerSettings | None = None,
+        *,
+        cache_casts: bool = True,
     ) -> None:
         if name not in AUTOCAST_DTYPES:
             raise ValueError(f"precision {name!r}: choose one of {', '.join(AUTOCAST_DTYPES)}")
+        if scaler is not None and name != "amp_fp16":
+            raise ValueError(
+                f"precision {name} uses no loss scale (it has float32's range): leave `scaler` out, or "
+                "choose amp_fp16"
+            )
         self.name = name
         self.device = torch.device(device)
         self.settings = scaler or ScalerSettings()
         self.dtype = AUTOCAST_DTYPES[name]
         if self.device.type == "cuda":
             _check_cuda(name)
+        self._autocast = torch.autocast(
+            self.device.type, self.dtype, enabled=self.dtype is not None, cache_enabled=cache_casts
+        )
         self.scaler = GradScaler(
             self.device.type,
             init_scale=self.settings.init_scale,
@@ -73,24 +87,56 @@ class Precision:
         return self.scaler.is_enabled()
 
     def autocast(self) -> AbstractContextManager[Any]:
-        return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype is not None)
+        """Around a whole window: the weights do not change inside it, so each is cast once."""
+        return self._autocast
 
-    def backward(self, loss: Tensor) -> None:
-        """Adds the gradients of the scaled loss to `.grad`. `loss`: a float32 (or float64) scalar."""
-        self.scaler.scale(loss).backward()
+    def seed(self, loss: Tensor, samples: int) -> Tensor:
+        """What the backward of each micro-batch starts from: the loss scale over the window's samples.
+
+        The same bits as the backward of `scaler.scale(loss / samples)`, without its two operations.
+        """
+        scale = self.scaler._scale if self.scales else torch.ones((), device=loss.device)
+        assert scale is not None
+        return scale.to(loss.dtype) / samples
+
+    def backward(self, loss: Tensor, seed: Tensor) -> None:
+        """Adds the gradients of `loss` times `seed` to `.grad`, in the dtypes that the forward had."""
+        torch.set_autocast_enabled(self.device.type, False)
+        try:
+            loss.backward(seed)
+        finally:
+            torch.set_autocast_enabled(self.device.type, self.dtype is not None)
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Divides the gradients by the scale, once, at the window's end."""
         self.scaler.unscale_(optimizer)
 
     def scale_and_tracker(self) -> list[Tensor]:
-        """The loss scale and the growth tracker as they stand, 0-dim float32, without reading the device."""
+        """The loss scale and the growth tracker as they stand, 0-dim, on the device; [] without a scaler."""
         if not self.scales:
-            return [torch.ones((), device=self.device), torch.zeros((), device=self.device)]
+            return []
         scale, tracker = self.scaler._scale, self.scaler._growth_tracker
         assert scale is not None
         assert tracker is not None
-        return [scale, tracker.float()]
+        return [scale, tracker]
+
+    def apply(self, optimizer: torch.optim.Optimizer, gradients: list[Tensor], factor: float) -> None:
+        """The optimizer's step with the gradients times `factor`; they may be multiplied in place.
+
+        A fused optimizer reads each gradient once anyway and divides by `grad_scale` as it goes (it is how
+        GradScaler unscales), so there the factor costs nothing. `grad_scale` is a float32.
+        """
+        if factor == 1.0:
+            optimizer.step()
+        elif _is_fused(optimizer) and all(gradient.dtype == torch.float32 for gradient in gradients):
+            optimizer.grad_scale = torch.full((), 1.0 / factor, device=gradients[0].device)  # type: ignore[attr-defined]
+            try:
+                optimizer.step()
+            finally:
+                del optimizer.grad_scale  # type: ignore[attr-defined]
+        else:
+            torch._foreach_mul_(gradients, factor)
+            optimizer.step()
 
     def update(self, optimizer: torch.optim.Optimizer, *, applied: bool) -> None:
         """Moves the scale: back off after a window that was not applied, count a clean one.
@@ -112,6 +158,12 @@ class Precision:
 
     def state_dict(self) -> dict[str, Any]:
         return self.scaler.state_dict()
+
+
+def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether every group takes the fused path, whose kernels know `grad_scale`."""
+    fused = all(group.get("fused") for group in optimizer.param_groups)
+    return fused and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def _check_cuda(name: str) -> None:

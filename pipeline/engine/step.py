@@ -1,18 +1,20 @@
 """One optimizer step over one window: exact accumulation, one decision, and a skip that moves nothing.
 
-    clear -> for each micro-batch: forward, backward -> unscale -> norm -> one read -> clip, update or skip
+    save buffers -> for each micro-batch: forward, backward -> unscale -> norm -> one read -> update or skip
 
-Each micro-batch's summed loss is divided by the samples of the *window* before its backward, so that the
-gradients add up to that of the whole window at once, however it is split; where the loss counts other
-items (tokens, pixels), one factor, samples / items, puts that right at the end. Nothing is read from the
-device until the norm is known. Then a single transfer brings the norm, the loss, the items and the
-scaler's state, and one value, whether the norm is finite, decides everything that follows: the weights,
-the buffers, the average, the schedule, the counters and the scaler.
+The backward of each micro-batch starts from 1 / samples of the *window*, so that the gradients add up to
+that of the whole window at once, however it is split. Where the loss counts other items (tokens, pixels,
+class weights), one factor, samples / items, puts that right at the end; it and the clipping go into the
+update as a single multiplication. Nothing is read from the device until the norm is known. Then a single
+transfer brings the norm, the loss, the items and the scaler's state, and one value, whether the norm is
+finite, decides everything that follows: the weights, the buffers, the average, the schedule, the counters
+and the scaler.
 """
 
 import math
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +22,17 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.engine.averaging import WeightAverage
-from pipeline.engine.losses import Loss, checked
-from pipeline.engine.optimizer import owned_parameters
+from pipeline.engine.batchnorm import BatchNormStatistics
+from pipeline.engine.buffers import Buffers
+from pipeline.engine.diagnosis import Diagnosis, Finding, first_nonfinite
+from pipeline.engine.losses import Loss, as_loss, checked
+from pipeline.engine.optimizer import base_rates, check_trainable, owned_parameters
 from pipeline.engine.precision import Precision
 from pipeline.engine.state import TrainState
-from pipeline.engine.window import Batch, micro_batches, samples, to_device
+from pipeline.engine.transfer import on_device
+from pipeline.engine.window import Batch, micro_batches, samples
+
+SCALE_CHANGES_KEPT = 100
 
 
 @dataclass(frozen=True)
@@ -47,6 +55,10 @@ class StepResult:
 class CollapseError(RuntimeError):
     """Training has gone wrong for good: the loss scale fell under its floor, or too many skips in a row."""
 
+    def __init__(self, message: str, diagnosis: Diagnosis) -> None:
+        super().__init__(message)
+        self.diagnosis = diagnosis
+
 
 def supervised(model: nn.Module, batch: Batch) -> tuple[Any, ...]:
     """The default `forward`: a batch is (inputs, targets), the loss gets (outputs, targets)."""
@@ -54,21 +66,30 @@ def supervised(model: nn.Module, batch: Batch) -> tuple[Any, ...]:
     return model(inputs), targets
 
 
+def positions(window: Batch) -> Iterable[int]:
+    """The default `sample_ids`: where in the window a sample stands."""
+    return range(samples(window))
+
+
 class Trainer:
     """Takes optimizer steps, one per window.
 
     model, optimizer: yours; the optimizer holds float32 master weights (float64 is fine in fp32).
-    loss: `loss(*forward(model, micro_batch)) -> (sum over items, number of items)`, see engine.losses.
+    loss: `loss(*forward(model, micro_batch)) -> (sum over items, number of items)`, see engine.losses; of
+        torch's criteria those that average in a known way.
     schedule: factor on each group's learning rate, from the number of applied steps.
     max_grad_norm: limit of the gradient's 2-norm over the optimizer's parameters; 0 is without.
-    Raises ValueError, with what to do, for a model or optimizer that cannot be trained as asked.
+    batchnorm_per_window: BatchNorm's running statistics as if the window were one batch.
+    max_consecutive_skips: so many skipped windows in a row are a collapse.
+    sample_ids: names of a window's samples, for the diagnosis of a collapse.
+    Raises ValueError, with what to do, for what cannot be trained as asked.
     """
 
     def __init__(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        loss: Loss,
+        loss: Loss | nn.Module,
         *,
         precision: Precision,
         micro_batch_size: int,
@@ -76,57 +97,57 @@ class Trainer:
         schedule: Callable[[int], float] = lambda optimizer_steps: 1.0,
         average: WeightAverage | None = None,
         forward: Callable[[nn.Module, Batch], tuple[Any, ...]] = supervised,
+        batchnorm_per_window: bool = True,
+        max_consecutive_skips: int = 50,
+        sample_ids: Callable[[Batch], Iterable[Any]] = positions,
     ) -> None:
-        _check_trainable(optimizer, precision)
+        check_trainable(optimizer, precision.device, half=precision.name == "fp32")
         self.model = model
         self.optimizer = optimizer
-        self.loss = loss
+        self.loss = as_loss(loss)
         self.precision = precision
         self.micro_batch_size = micro_batch_size
         self.max_grad_norm = max_grad_norm
         self.schedule = schedule
         self.average = average or WeightAverage(model, 0.0)
         self.forward = forward
+        self.max_consecutive_skips = max_consecutive_skips
+        self.sample_ids = sample_ids
         self.state = TrainState()
-        self._parameters = owned_parameters(optimizer)
-        self._base_rates = [float(group["lr"]) for group in optimizer.param_groups]
-        self._buffers = [
-            (module._buffers, name)
-            for module in model.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
+        self.scale_history: deque[tuple[int, float]] = deque(maxlen=SCALE_CHANGES_KEPT)
+        self._statistics = BatchNormStatistics(model, batchnorm_per_window)
+        self._buffers = Buffers(model, steady=self._statistics.buffers)
 
     def step(self, window: Batch) -> StepResult:
         """Trains on one window; raises CollapseError when training cannot go on."""
         started = time.perf_counter()
-        buffers = [_SavedBuffer(owner, name) for owner, name in self._buffers]
         rate = self._set_learning_rate()
+        self._buffers.save()
         try:
             result = self._attempt(window, started, rate)
         finally:
-            self.optimizer.zero_grad(set_to_none=True)
+            self._clear_gradients()
         if result.applied:
+            self._statistics.apply()
             self.average.update()
         else:
-            for buffer in buffers:
-                buffer.restore()
-        self._check_collapse(result)
+            self._buffers.restore()
+        self._check_collapse(result, window)
         return result
 
     def _attempt(self, window: Batch, started: float, rate: float) -> StepResult:
         total = samples(window)
-        loss_sum, items = self._accumulate(window, total)
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        losses, items = self._accumulate(window, total)
+        gradients = [p.grad for p in owned_parameters(self.optimizer) if p.grad is not None]
         if gradients:
             self.precision.unscale(self.optimizer)
-            _normalise(gradients, total, items)
-        loss, norm, count, scale, tracker = self._read(loss_sum, gradients, items)
+        loss, norm, count, scale, tracker = self._read(losses, gradients, items)
         empty = not gradients or count == 0
+        factor = 1.0 if empty else total / count  # from the mean over samples to the mean over items
+        norm *= factor
         applied = not empty and math.isfinite(norm)
         if applied:
-            _clip(gradients, norm, self.max_grad_norm)
-            self.optimizer.step()
+            self.precision.apply(self.optimizer, gradients, factor * self._clipping(norm))
         if empty:
             self.precision.forget(self.optimizer)
         else:
@@ -146,109 +167,110 @@ class Trainer:
             seconds=time.perf_counter() - started,
         )
 
-    def _accumulate(self, window: Batch, total: int) -> tuple[Tensor, int | Tensor]:
-        """Adds the window's gradients up in `.grad`; returns the loss's sum and count, on the device."""
-        device = self.precision.device
-        loss_sum: Tensor = torch.zeros((), device=device)
+    def _accumulate(self, window: Batch, total: int) -> tuple[list[Tensor], int | Tensor]:
+        """Adds the window's gradients up in `.grad`; returns the micro-batches' losses and the items."""
+        losses: list[Tensor] = []
         items: int | Tensor = 0
-        for batch in micro_batches(window, self.micro_batch_size):
-            batch = to_device(batch, device)
-            with self.precision.autocast():
-                loss, count = checked(self.loss(*self.forward(self.model, batch)))
-            if loss.requires_grad:  # a constant loss has no gradient to add
-                self.precision.backward(loss / total)
-            loss_sum = loss_sum + loss.detach()
-            items = items + count
-        return loss_sum, items
+        seed: Tensor | None = None
+        batches = micro_batches(window, self.micro_batch_size)
+        with self._statistics.window(), self.precision.autocast():
+            for batch in on_device(batches, self.precision.device):
+                with self._statistics.micro_batch():
+                    loss, count = checked(self.loss(*self.forward(self.model, batch)))
+                if loss.requires_grad:  # a constant loss has no gradient to add
+                    if seed is None:
+                        seed = self.precision.seed(loss, total)
+                    self.precision.backward(loss, seed)
+                losses.append(loss.detach())
+                items = items + count
+        return losses, items
 
     def _read(
-        self, loss_sum: Tensor, gradients: list[Tensor], items: int | Tensor
+        self, losses: list[Tensor], gradients: list[Tensor], items: int | Tensor
     ) -> tuple[float, float, float, float, float]:
         """Loss sum, gradient norm, items, loss scale and growth tracker, as numbers."""
-        device = loss_sum.device
-        norm = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros((), device=device)
-        count = items if isinstance(items, Tensor) else torch.full((), items, device=device)
-        packed = [loss_sum, norm, count, *self.precision.scale_and_tracker()]
-        # The one device-to-host read of an optimizer step.
-        values = torch.stack([tensor.detach().to(device, torch.float64) for tensor in packed]).tolist()
-        loss, norm_value, count_value, scale, tracker = values
-        return loss, norm_value, count_value, scale, tracker
+        if not losses:
+            return 0.0, 0.0, 0.0, self.precision.settings.init_scale, 0.0
+        loss = torch.stack(losses).sum()
+        packed = [loss, _norm(gradients) if gradients else torch.zeros_like(loss)]
+        packed += [items] if isinstance(items, Tensor) else []
+        packed += self.precision.scale_and_tracker()
+        device = loss.device
+        values = self.read_device(torch.stack([value.detach().to(device, torch.float64) for value in packed]))
+        loss_sum, norm, *rest = values
+        count = rest.pop(0) if isinstance(items, Tensor) else items
+        scale, tracker = rest or (1.0, 0.0)
+        return loss_sum, norm, count, scale, tracker
+
+    def read_device(self, packed: Tensor) -> list[float]:
+        """The one device-to-host read of an optimizer step. Whoever runs it on fake tensors answers here."""
+        values: list[float] = packed.tolist()
+        return values
+
+    def _clipping(self, norm: float) -> float:
+        """The coefficient of torch.nn.utils.clip_grad_norm_, from a norm that is known and finite."""
+        return min(1.0, self.max_grad_norm / (norm + 1e-6)) if self.max_grad_norm else 1.0
 
     def _set_learning_rate(self) -> float:
         factor = self.schedule(self.state.optimizer_steps)
-        for group, base in zip(self.optimizer.param_groups, self._base_rates, strict=True):
+        for group, base in zip(self.optimizer.param_groups, base_rates(self.optimizer), strict=True):
             group["lr"] = base * factor
-        return self._base_rates[0] * factor
+        return float(self.optimizer.param_groups[0]["lr"])
 
-    def _check_collapse(self, result: StepResult) -> None:
+    def _clear_gradients(self) -> None:
+        """Of all the model's parameters: what the optimizer does not own gathers gradients, too."""
+        self.optimizer.zero_grad(set_to_none=True)
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
+    def _check_collapse(self, result: StepResult, window: Batch) -> None:
+        if not self.scale_history or self.scale_history[-1][1] != result.loss_scale:
+            self.scale_history.append((result.step, result.loss_scale))
         if not result.found_inf:
             return
         settings = self.precision.settings
         next_scale = result.loss_scale * settings.backoff_factor
-        first = "its gradient" if math.isfinite(result.loss) else "the loss"
         if self.precision.scales and next_scale < settings.min_scale:
             reason = f"the loss scale would fall to {next_scale:g}, under its floor {settings.min_scale:g}"
-        elif self.state.consecutive_skips >= settings.max_consecutive_skips:
+        elif self.state.consecutive_skips >= self.max_consecutive_skips:
             reason = f"{self.state.consecutive_skips} windows in a row were skipped"
         else:
             return
+        diagnosis = self._diagnose(result, window)
         raise CollapseError(
-            f"training collapsed at step {result.step}: {reason}. In the last window {first} was not finite "
-            f"(loss {result.loss:g}, loss scale {result.loss_scale:g}). The weights are those of optimizer "
-            f"step {self.state.optimizer_steps}. Try a lower learning rate, more warm-up, or amp_bf16 or "
-            "fp32, and look for broken samples."
+            f"training collapsed at step {result.step}: {reason}. {diagnosis} The weights are those of "
+            f"optimizer step {self.state.optimizer_steps}. Try a lower learning rate, more warm-up, or "
+            "amp_bf16 or fp32, and look at these samples.",
+            diagnosis,
+        )
+
+    def _diagnose(self, result: StepResult, window: Batch) -> Diagnosis:
+        """One replay of the window, micro-batch by micro-batch, up to the first tensor that is not finite."""
+        ids = [one.item() if isinstance(one, Tensor) else one for one in self.sample_ids(window)]
+        found, start, here = Finding("nothing"), 0, []
+        seed = result.loss_scale / result.samples
+        self._buffers.save()
+        with self._statistics.window(), self.precision.autocast():
+            for batch in on_device(micro_batches(window, self.micro_batch_size), self.precision.device):
+                found = first_nonfinite(
+                    self.model,
+                    batch,
+                    lambda batch: checked(self.loss(*self.forward(self.model, batch)))[0],
+                    lambda loss: self.precision.backward(loss, torch.full_like(loss, seed)),
+                )
+                here = ids[start : start + samples(batch)]
+                start += samples(batch)
+                if found.kind != "nothing":
+                    break
+        self._clear_gradients()
+        self._buffers.restore()
+        return Diagnosis(
+            result.step, found, ids, here if found.kind != "nothing" else [], list(self.scale_history)
         )
 
 
-def _check_trainable(optimizer: torch.optim.Optimizer, precision: Precision) -> None:
-    parameters = [parameter for parameter in owned_parameters(optimizer) if parameter.requires_grad]
-    if not parameters:
-        raise ValueError(
-            "the optimizer holds no trainable parameter: all are frozen, so nothing can be learned"
-        )
-    half = {parameter.dtype for parameter in parameters} & {torch.float16, torch.bfloat16}
-    if half and precision.name != "fp32":
-        raise ValueError(
-            f"precision {precision.name} needs float32 master weights, and the model's are {half.pop()}: "
-            "remove .half() or .to(dtype); autocast chooses the dtype of each operation"
-        )
-    elsewhere = {parameter.device.type for parameter in parameters} - {precision.device.type}
-    if elsewhere:
-        raise ValueError(
-            f"the model is on {elsewhere.pop()} and precision on {precision.device.type}: "
-            "move the model before the optimizer is made"
-        )
-
-
-@torch.no_grad()
-def _normalise(gradients: list[Tensor], total: int, items: int | Tensor) -> None:
-    """From the sum over items divided by samples to the mean over items; nothing where both are equal."""
-    if isinstance(items, Tensor):
-        factor = total / items.double()  # an integer count would give a float32 quotient
-        torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
-    elif items not in (0, total):
-        torch._foreach_mul_(gradients, total / items)
-
-
-@torch.no_grad()
-def _clip(gradients: list[Tensor], norm: float, max_norm: float) -> None:
-    """As torch.nn.utils.clip_grad_norm_, from a norm that is known and finite."""
-    coefficient = max_norm / (norm + 1e-6) if max_norm else 1.0
-    if coefficient < 1.0:
-        torch._foreach_mul_(gradients, coefficient)
-
-
-class _SavedBuffer:
-    """A buffer as it stood before the window, the object and its value."""
-
-    def __init__(self, owner: dict[str, Tensor | None], name: str) -> None:
-        self.owner, self.name = owner, name
-        buffer = owner[name]
-        assert buffer is not None
-        self.buffer, self.value = buffer, buffer.clone()
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Puts both back: a skipped forward may have made the statistics NaN."""
-        self.buffer.copy_(self.value)
-        self.owner[self.name] = self.buffer
+def _norm(gradients: list[Tensor]) -> Tensor:
+    """The 2-norm over all gradients: the bits of torch.nn.utils.get_total_norm, without its sorting."""
+    device = gradients[0].device
+    norms = torch._foreach_norm(gradients)
+    return torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]))

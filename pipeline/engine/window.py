@@ -19,7 +19,7 @@ Batch: TypeAlias = Any  # a tensor, or a tuple, list or dict of batches
 def tensors(batch: Batch) -> list[torch.Tensor]:
     """All tensors of a batch, in order. Raises ValueError where something else stands in it."""
     found: list[torch.Tensor] = []
-    _map(found.append, batch)
+    map_tensors(found.append, batch)
     return found
 
 
@@ -45,7 +45,7 @@ def micro_batches(window: Batch, micro_batch_size: int) -> list[Batch]:
     total = samples(window)
     count = accumulation_steps(total, micro_batch_size)
     edges = [total * index // count for index in range(count + 1)] if count else []
-    return [_map(lambda tensor, a=a, b=b: tensor[a:b], window) for a, b in itertools.pairwise(edges)]
+    return _split(window, [end - start for start, end in itertools.pairwise(edges)])
 
 
 def accumulation_steps(samples_in_window: int, micro_batch_size: int) -> int:
@@ -53,20 +53,28 @@ def accumulation_steps(samples_in_window: int, micro_batch_size: int) -> int:
     return -(-samples_in_window // micro_batch_size)
 
 
-def to_device(batch: Batch, device: torch.device) -> Batch:
-    """The batch on `device`; copies from pinned memory overlap with what the device computes."""
-    return _map(lambda tensor: tensor.to(device, non_blocking=True), batch)
+def _split(batch: Batch, sizes: list[int]) -> list[Batch]:
+    if isinstance(batch, torch.Tensor):
+        return list(batch.split(sizes)) if sizes else []
+    if isinstance(batch, dict):
+        rows = zip(*(_split(value, sizes) for value in batch.values()), strict=True)
+        return [dict(zip(batch, row, strict=True)) for row in rows]
+    rows = zip(*(_split(value, sizes) for value in batch), strict=True)
+    if hasattr(batch, "_fields"):
+        return [type(batch)(*row) for row in rows]
+    return [type(batch)(row) for row in rows]
 
 
-def _map(function: Callable[..., Any], batch: Batch) -> Batch:
+def map_tensors(function: Callable[..., Any], batch: Batch) -> Batch:
+    """The batch with `function` applied to each of its tensors."""
     if isinstance(batch, torch.Tensor):
         return function(batch)
     if isinstance(batch, dict):
-        return {name: _map(function, value) for name, value in batch.items()}
+        return {name: map_tensors(function, value) for name, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_map(function, value) for value in batch))
+        return type(batch)(*(map_tensors(function, value) for value in batch))
     if isinstance(batch, tuple | list):
-        return type(batch)(_map(function, value) for value in batch)
+        return type(batch)(map_tensors(function, value) for value in batch)
     raise ValueError(
         f"a window is a tensor, or a tuple, list or dict of tensors; it holds a {type(batch).__name__}"
     )

@@ -36,18 +36,14 @@ def trainer(
     max_consecutive_skips: int = 1000,
     **options: object,
 ) -> Trainer:
-    settings = ScalerSettings(
-        init_scale=scale,
-        growth_interval=growth_interval,
-        min_scale=min_scale,
-        max_consecutive_skips=max_consecutive_skips,
-    )
+    settings = ScalerSettings(init_scale=scale, growth_interval=growth_interval, min_scale=min_scale)
     return Trainer(
         model,
         optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True),
         options.pop("loss", CrossEntropy()),  # type: ignore[arg-type]
-        precision=Precision(precision, "cpu", settings),
+        precision=Precision(precision, "cpu", settings if precision == "amp_fp16" else None),
         micro_batch_size=micro,
+        max_consecutive_skips=max_consecutive_skips,
         **options,  # type: ignore[arg-type]
     )
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from nets import copies, distance, equal, gradients_of, net, trainer, window
 from torch import Tensor, nn
 
-from pipeline.engine import CollapseError, CrossEntropy, Schedule, Trainer, WeightAverage, state_tensors
+from pipeline.engine import CrossEntropy, Schedule, WeightAverage, state_tensors
 
 OPTIMIZERS = {
     "adamw fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
@@ -172,15 +172,17 @@ def test_law_4_bit_equal_to_torchs_gradscaler_where_clipping_is_inactive(kind: s
     assert applied.count(True) > 5
 
 
-def test_law_4_active_clipping_is_torchs_within_float32_rounding() -> None:
-    """Torch rounds the coefficient to float32, the step keeps it in float64: one rounding of 2^-24 a product.
+@pytest.mark.parametrize("fused", [False, True])
+def test_law_4_active_clipping_is_torchs_within_float32_rounding(fused: bool) -> None:
+    """A clipped gradient is rounded at most three times instead of twice: 2^-24 each, relative.
 
-    After one step of SGD the update is lr * clipped gradient, so the weights differ by at most that
-    rounding of the update, and one of the weight itself.
+    torch: coefficient to float32, product. Ours: 1 / coefficient to float32 and a quotient (fused), or a
+    product with the float64 coefficient. After one step of SGD the update is lr times that, so the weights
+    differ by at most 4 such roundings of the update, and one of the weight itself.
     """
     ours, theirs = net(), net()
     before = copies(theirs.parameters())
-    sgd = {"lr": 0.5, "momentum": 0.0}
+    sgd = {"lr": 0.5, "momentum": 0.0, "fused": fused}
     stepper = trainer(
         ours,
         torch.optim.SGD(ours.parameters(), **sgd),
@@ -373,32 +375,6 @@ def test_an_empty_window_is_counted_and_changes_nothing(name: str, kind: str) ->
     assert stepper.step(window(6)).applied
 
 
-def _repeat(times: int, stepper: Trainer, batch: tuple[Tensor, Tensor]) -> None:
-    for _ in range(times):
-        stepper.step(batch)
-
-
-def test_a_loss_scale_under_its_floor_ends_the_run_with_finite_weights() -> None:
-    model = net()
-    stepper = trainer(model, precision="amp_fp16", scale=16.0, min_scale=2.0)
-    images, labels = window(8)
-    with pytest.raises(
-        CollapseError, match=r"loss scale would fall to 1, under its floor 2.*the loss was not"
-    ):
-        _repeat(200, stepper, (images * math.nan, labels))
-    assert stepper.state.step == 4
-    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
-
-
-@pytest.mark.parametrize("name", ["fp32", "amp_bf16"])
-def test_too_many_skips_in_a_row_end_the_run(name: str) -> None:
-    stepper = trainer(net(), precision=name, max_consecutive_skips=3)
-    images, labels = window(8)
-    with pytest.raises(CollapseError, match="3 windows in a row"):
-        _repeat(10, stepper, (images * math.nan, labels))
-    assert stepper.state.step == 3
-
-
 def test_an_error_inside_a_window_leaves_no_gradient_behind() -> None:
     model, calls = net(), 0
 
@@ -432,7 +408,9 @@ def test_what_cannot_be_trained_is_refused_at_construction(model, name: str, mes
         trainer(model(), precision=name)
 
 
-def test_a_mean_reducing_criterion_is_refused_with_the_fix() -> None:
-    stepper = trainer(net(), loss=nn.CrossEntropyLoss())
-    with pytest.raises(ValueError, match=r"returns \(sum over the items, number of items\)"):
-        stepper.step(window(8))
+def test_a_parameter_in_two_groups_is_refused() -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.param_groups.append(dict(optimizer.param_groups[0]))
+    with pytest.raises(ValueError, match="twice"):
+        trainer(model, optimizer)

@@ -2,7 +2,7 @@ import pytest
 import torch
 from nets import copies, equal, net, trainer, window
 
-from pipeline.engine import allocate_state, build_optimizer, state_tensors
+from pipeline.engine import allocate_state, build_optimizer, freeze, state_tensors
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
@@ -47,3 +47,38 @@ def test_a_model_without_trainable_parameters_and_an_unknown_name_are_refused() 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_the_optimizers_are_fused(name: str) -> None:
     assert all(group["fused"] for group in build_optimizer(net(), name, lr=1e-3).param_groups)
+
+
+def test_freezing_by_pattern_names_what_it_froze_and_refuses_what_matches_nothing() -> None:
+    model = net()
+    assert freeze(model, ["0.*", "1.bias", "1.b*"]) == ["0.weight", "0.bias", "1.bias"]
+    assert [p.requires_grad for p in model.parameters()] == [False, False, True, False, True, True]
+    with pytest.raises(ValueError, match=r"'encoder\.\*' matches no parameter; the first are 0\.weight"):
+        freeze(model, ["encoder.*"])
+
+
+def test_a_frozen_part_stays_and_the_rest_learns() -> None:
+    model = net()
+    freeze(model, ["0.*"])
+    frozen, free = copies(model[0].parameters()), copies(model[4].parameters())
+    trainer(model, build_optimizer(model, "adamw", lr=1e-2)).step(window(8))
+    assert equal(copies(model[0].parameters()), frozen)
+    assert not equal(copies(model[4].parameters()), free)
+
+
+def test_parameters_that_the_optimizer_does_not_own_gather_no_gradient() -> None:
+    model = net()
+    trainer(model, torch.optim.SGD(model[4].parameters(), lr=0.1)).step(window(8))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_group_that_joins_later_is_trained_at_its_own_rate() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model[4].parameters(), lr=0.1)
+    stepper = trainer(model, optimizer, schedule=lambda steps: 0.5)
+    stepper.step(window(8))
+    optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.01})
+    before = copies(model[0].parameters())
+    stepper.step(window(8))
+    assert [group["lr"] for group in optimizer.param_groups] == [0.05, 0.005]
+    assert not equal(copies(model[0].parameters()), before)

@@ -1,0 +1,122 @@
+"""What a run says of itself: params, tags, inputs at its start; files, figures, a description at its end."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from pipeline import config, figures, files, models, provenance, tracking
+from pipeline.config import Params
+from pipeline.data import prepared
+from pipeline.engine import CollapseError, Trainer, accumulation_steps, depends_on_split
+from pipeline.memory import usage
+from pipeline.stages.best import Best
+from pipeline.stages.record import TRAINING_CSV, Record
+
+DIAGNOSIS = Path("reports/diagnosis.json")
+
+
+def run_name(params: Params) -> str:
+    """What was asked: small_cnn-lr0.003-b64."""
+    if params.tracking.run_name != "auto":
+        return params.tracking.run_name
+    name = params.model.name.rpartition(":")[2]
+    return f"{name}-lr{params.optimizer.lr:g}-b{params.batch.effective_batch_size}"
+
+
+def log_start(
+    run: tracking.Run, params: Params, data: prepared.Prepared, trainer: Trainer, fresh: list[str]
+) -> None:
+    """What is known before the first window: params, tags, inputs, and the memory that training holds."""
+    source, batch = provenance.source(params), params.batch
+    device = trainer.precision.device
+    run.params(
+        config.flatten(params)
+        | {
+            "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+            "torch": torch.__version__,
+            "accumulation_steps": accumulation_steps(batch.effective_batch_size, batch.micro_batch_size),
+            "threads": torch.get_num_threads(),
+        }
+    )
+    tags = {"git.commit": source.commit, "git.dirty": source.dirty, "overrides": source.overrides}
+    if depends := depends_on_split(trainer.model):
+        tags["depends_on_micro_batch"] = ", ".join(depends)
+    if fresh:
+        tags["fresh_weights"] = " ".join(fresh)
+    run.tags(tags | provenance.dvc_tags())
+    if source.diff:
+        run.text(source.diff, "git.diff")
+    run.text(config.to_yaml(params), "params.yaml")
+    run.text(provenance.packages(), "packages.txt")
+    run.file(prepared.FOLDER / "dataset.json")
+    run.dataset(prepared.FOLDER, data.description)
+    components = usage.components(trainer.model, trainer.optimizer)
+    run.metrics({f"memory/{name}": value for name, value in components.items()}, step=0)
+    run.flush()
+
+
+def log_end(
+    run: tracking.Run,
+    params: Params,
+    record: Record,
+    best: Best,
+    trainer: Trainer,
+    data: prepared.Prepared,
+    transform: models.Transform,
+) -> None:
+    """What is known after the last window: files, figures, the scaler's state, the model, the description."""
+    record.write_csv()
+    tracking.save_reference(run, trainer.state.step)
+    run.file(TRAINING_CSV)
+    run.json(trainer.precision.state_dict(), "scaler.json")
+    for name, figure in run_figures(record, trainer).items():
+        run.figure(figure, f"figures/{name}.png")
+        figures.close(figure)
+    if params.tracking.log_model:
+        loaded = models.load_model()
+        example = torch.from_numpy(np.array(data.splits["validation"].images[:2]))
+        run.model(loaded.model, transform(example).numpy())
+    text = description(params, best, trainer)
+    run.describe(text)
+    print(text.replace("**", "").replace("`", ""))
+
+
+def log_collapse(run: tracking.Run, error: CollapseError) -> None:
+    """Leaves the diagnosis where it can be read: in a file and in the run."""
+    files.write_json(DIAGNOSIS, error.diagnosis.as_dict())
+    run.file(DIAGNOSIS)
+    run.describe(f"**Collapsed.** {error}")
+
+
+def run_figures(record: Record, trainer: Trainer) -> dict[str, Any]:
+    device = trainer.precision.device.type
+    metric, name = (
+        ("memory/peak_allocated_mib", "peak allocated (device)")
+        if device == "cuda"
+        else ("memory/host_peak_rss_mib", "peak of the process (host)")
+    )
+    peak = max(row.get(metric, 0.0) for row in record.rows)
+    components = usage.components(trainer.model, trainer.optimizer)
+    return {
+        "loss_and_accuracy": figures.loss_and_accuracy(record.rows),
+        "loss_scale": figures.loss_scale(record.rows),
+        "memory_by_component": figures.memory_by_component(components, (name, peak)),
+    }
+
+
+def description(params: Params, best: Best, trainer: Trainer) -> str:
+    """What a person reads first on the run page; markdown, a sentence a line."""
+    state, batch = trainer.state, params.batch
+    steps = accumulation_steps(batch.effective_batch_size, batch.micro_batch_size)
+    kept = "best" if params.train.save == "best" else "last"
+    return (
+        f"**val/accuracy {best.accuracy:.4f}** at epoch {best.epoch} of {params.train.epochs} "
+        f"(the {kept}).\n\n"
+        f"Plan: effective batch {batch.effective_batch_size} = {steps} micro-batches of "
+        f"{batch.micro_batch_size}, {params.precision}, {trainer.precision.device.type}.\n\n"
+        f"{state.skipped_steps} of {state.step} steps were skipped (non-finite gradient).\n\n"
+        f"Model: `{Path(models.FOLDER) / 'model.safetensors'}`."
+    )
