@@ -97,8 +97,8 @@ class BatchNormStatistics:
         """The counts as one float64 number a channel; kept, as they are the same in most windows."""
         key = counts, device
         if key not in self._columns:
-            columns = torch.tensor(counts, dtype=torch.float64).repeat_interleave(torch.tensor(self._sizes))
-            self._columns[key] = columns.to(device, non_blocking=True)
+            columns = [count for count, size in zip(counts, self._sizes, strict=True) for _ in range(size)]
+            self._columns[key] = torch.tensor(columns, dtype=torch.float64).to(device, non_blocking=True)
         return self._columns[key]
 
 

@@ -8,7 +8,7 @@ al., "Mixed Precision Training", 2018). bfloat16 has float32's range and needs n
 
 A disabled autocast and a disabled scaler do nothing, so there is one path for all three. What the step
 needs of torch beyond its public methods (GradScaler's scale and tracker as tensors, to be read together with
-the norm in one transfer, and its record of found infs; `grad_scale` of fused optimizers) is kept in this file.
+the norm in one transfer, its record of found infs, `grad_scale` of fused optimizers) is kept in this file.
 """
 
 from contextlib import AbstractContextManager
@@ -90,14 +90,14 @@ class Precision:
         """Around a whole window: the weights do not change inside it, so each is cast once."""
         return self._autocast
 
-    def seed(self, loss: Tensor, samples: int) -> Tensor:
+    def seed(self, loss: Tensor, samples: float | Tensor) -> Tensor:
         """What the backward of each micro-batch starts from: the loss scale over the window's samples.
 
         The same bits as the backward of `scaler.scale(loss / samples)`, without its two operations.
         """
         scale = self.scaler._scale if self.scales else torch.ones((), device=loss.device)
         assert scale is not None
-        return scale.to(loss.dtype) / samples
+        return (scale.to(loss.dtype) / samples).to(loss.dtype)
 
     def backward(self, loss: Tensor, seed: Tensor) -> None:
         """Adds the gradients of `loss` times `seed` to `.grad`, in the dtypes that the forward had."""

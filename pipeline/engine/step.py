@@ -25,6 +25,7 @@ from pipeline.engine.averaging import WeightAverage
 from pipeline.engine.batchnorm import BatchNormStatistics
 from pipeline.engine.buffers import Buffers
 from pipeline.engine.diagnosis import Diagnosis, Finding, first_nonfinite
+from pipeline.engine.distributed import Ranks
 from pipeline.engine.losses import Loss, as_loss, checked
 from pipeline.engine.optimizer import base_rates, check_trainable, owned_parameters
 from pipeline.engine.precision import Precision
@@ -114,6 +115,7 @@ class Trainer:
         self.max_consecutive_skips = max_consecutive_skips
         self.sample_ids = sample_ids
         self.state = TrainState()
+        self._ranks = Ranks(model)
         self.scale_history: deque[tuple[int, float]] = deque(maxlen=SCALE_CHANGES_KEPT)
         self._statistics = BatchNormStatistics(model, batchnorm_per_window)
         self._buffers = Buffers(model, steady=self._statistics.buffers)
@@ -136,12 +138,12 @@ class Trainer:
         return result
 
     def _attempt(self, window: Batch, started: float, rate: float) -> StepResult:
-        total = samples(window)
-        losses, items = self._accumulate(window, total)
+        shared = self._ranks.total(samples(window), self.precision.device)
+        losses, items = self._accumulate(window, shared)
         gradients = [p.grad for p in owned_parameters(self.optimizer) if p.grad is not None]
         if gradients:
             self.precision.unscale(self.optimizer)
-        loss, norm, count, scale, tracker = self._read(losses, gradients, items)
+        loss, norm, count, total, scale, tracker = self._read(losses, gradients, items, shared)
         empty = not gradients or count == 0
         factor = 1.0 if empty else total / count  # from the mean over samples to the mean over items
         norm *= factor
@@ -167,40 +169,44 @@ class Trainer:
             seconds=time.perf_counter() - started,
         )
 
-    def _accumulate(self, window: Batch, total: int) -> tuple[list[Tensor], int | Tensor]:
-        """Adds the window's gradients up in `.grad`; returns the micro-batches' losses and the items."""
+    def _accumulate(self, window: Batch, total: int | Tensor) -> tuple[list[Tensor], int | Tensor]:
+        """Adds the window's gradients up in `.grad`; returns the micro-batches' losses and the items.
+
+        total: samples of the window, over all ranks (whose gradients DDP averages).
+        """
         losses: list[Tensor] = []
         items: int | Tensor = 0
         seed: Tensor | None = None
         batches = micro_batches(window, self.micro_batch_size)
         with self._statistics.window(), self.precision.autocast():
-            for batch in on_device(batches, self.precision.device):
-                with self._statistics.micro_batch():
-                    loss, count = checked(self.loss(*self.forward(self.model, batch)))
-                if loss.requires_grad:  # a constant loss has no gradient to add
-                    if seed is None:
-                        seed = self.precision.seed(loss, total)
-                    self.precision.backward(loss, seed)
+            for index, batch in enumerate(on_device(batches, self.precision.device), start=1):
+                with self._ranks.accumulating(last=index == len(batches)):
+                    with self._statistics.micro_batch():
+                        loss, count = checked(self.loss(*self.forward(self.model, batch)))
+                    if loss.requires_grad:  # a constant loss has no gradient to add
+                        if seed is None:
+                            seed = self.precision.seed(loss, total / self._ranks.size)
+                        self.precision.backward(loss, seed)
                 losses.append(loss.detach())
                 items = items + count
         return losses, items
 
     def _read(
-        self, losses: list[Tensor], gradients: list[Tensor], items: int | Tensor
-    ) -> tuple[float, float, float, float, float]:
-        """Loss sum, gradient norm, items, loss scale and growth tracker, as numbers."""
-        if not losses:
-            return 0.0, 0.0, 0.0, self.precision.settings.init_scale, 0.0
-        loss = torch.stack(losses).sum()
-        packed = [loss, _norm(gradients) if gradients else torch.zeros_like(loss)]
-        packed += [items] if isinstance(items, Tensor) else []
-        packed += self.precision.scale_and_tracker()
-        device = loss.device
-        values = self.read_device(torch.stack([value.detach().to(device, torch.float64) for value in packed]))
-        loss_sum, norm, *rest = values
-        count = rest.pop(0) if isinstance(items, Tensor) else items
-        scale, tracker = rest or (1.0, 0.0)
-        return loss_sum, norm, count, scale, tracker
+        self, losses: list[Tensor], gradients: list[Tensor], items: int | Tensor, total: int | Tensor
+    ) -> tuple[float, float, float, int, float, float]:
+        """Loss sum, gradient norm, items, samples, loss scale and growth tracker, as numbers."""
+        loss = torch.stack(losses).sum() if losses else torch.zeros((), device=self.precision.device)
+        norm = _norm(gradients) if gradients else torch.zeros_like(loss)
+        counted = isinstance(items, Tensor) or self._ranks.size > 1
+        sums = [loss, torch.as_tensor(items, device=loss.device)] if counted else [loss]
+        shared = self._ranks.sum(torch.stack([value.detach().double() for value in sums]))
+        others = [norm, *self.precision.scale_and_tracker()] + ([total] if isinstance(total, Tensor) else [])
+        packed = torch.cat([shared, torch.stack([value.double() for value in others])])
+        loss_sum, *rest = self.read_device(packed)
+        count = rest.pop(0) if counted else float(items)
+        samples_read = int(rest.pop()) if isinstance(total, Tensor) else total
+        norm_read, scale, tracker = rest if self.precision.scales else (*rest, 1.0, 0.0)
+        return loss_sum, norm_read, count, samples_read, scale, tracker
 
     def read_device(self, packed: Tensor) -> list[float]:
         """The one device-to-host read of an optimizer step. Whoever runs it on fake tensors answers here."""

@@ -56,8 +56,8 @@ def build_loss(params: Params, data: prepared.Prepared) -> Callable[..., Any]:
         return CrossEntropy(section.label_smoothing, class_weights(section.class_weights, data))
     if section.label_smoothing or section.class_weights != "none":
         raise UserError(
-            "loss.label_smoothing and loss.class_weights belong to cross_entropy: a loss of your own sets its "
-            "own"
+            "loss.label_smoothing and loss.class_weights belong to cross_entropy: a loss of your own sets "
+            "its own"
         )
     module, _, name = params.loss.name.partition(":")
     try:
@@ -84,8 +84,8 @@ def class_weights(chosen: str | list[float], data: prepared.Prepared) -> list[fl
         return [sum(counts) / (len(counts) * max(1, count)) for count in counts]
     if len(chosen) != len(data.classes):
         raise UserError(
-            f"loss.class_weights: {len(chosen)} numbers for {len(data.classes)} classes; give one a class, in the "
-            f"order {' '.join(data.classes[:10])}"
+            f"loss.class_weights: {len(chosen)} numbers for {len(data.classes)} classes; give one a class: "
+            f"{' '.join(data.classes[:10])}"
         )
     return [float(weight) for weight in chosen]
 
