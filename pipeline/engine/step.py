@@ -11,6 +11,7 @@ finite, decides everything that follows: the weights, the buffers, the average, 
 and the scaler.
 """
 
+import itertools
 import math
 import time
 from collections import deque
@@ -115,6 +116,7 @@ class Trainer:
         self.max_consecutive_skips = max_consecutive_skips
         self.sample_ids = sample_ids
         self.state = TrainState()
+        self._parameters = list(model.parameters())
         self._ranks = Ranks(model)
         self.scale_history: deque[tuple[int, float]] = deque(maxlen=SCALE_CHANGES_KEPT)
         self._statistics = BatchNormStatistics(model, batchnorm_per_window)
@@ -224,9 +226,8 @@ class Trainer:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def _clear_gradients(self) -> None:
-        """Of all the model's parameters: what the optimizer does not own gathers gradients, too."""
-        self.optimizer.zero_grad(set_to_none=True)
-        for parameter in self.model.parameters():
+        """Of the model's parameters too: what the optimizer does not own gathers gradients as well."""
+        for parameter in itertools.chain(owned_parameters(self.optimizer), self._parameters):
             parameter.grad = None
 
     def _check_collapse(self, result: StepResult, window: Batch) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from nets import copies, distance, equal, gradients_of, net, trainer, window
 from torch import Tensor, nn
 
-from pipeline.engine import CrossEntropy, Schedule, WeightAverage, state_tensors
+from pipeline.engine import CrossEntropy, Schedule, Trainer, WeightAverage, state_tensors
 
 OPTIMIZERS = {
     "adamw fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
@@ -298,6 +298,43 @@ def test_law_5_a_skip_equals_the_window_never_having_been() -> None:
         first.step(window(8, seed))
         second.step(window(8, seed))
     assert equal(copies(with_skip.state_dict().values()), copies(without.state_dict().values()))
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=6),
+    bad=st.sets(st.integers(0, 5)),
+    value=st.sampled_from([math.inf, -math.inf, math.nan]),
+    name=st.sampled_from(["fp32", "amp_bf16", "amp_fp16"]),
+)
+def test_law_5_and_6_bad_windows_anywhere_might_as_well_not_have_been(
+    sizes: list[int], bad: set[int], value: float, name: str
+) -> None:
+    """Of weights, buffers, optimizer state and average; in fp16 the scale moves, and with it their bits."""
+
+    def trained(skip_bad: bool) -> tuple[Trainer, list[Tensor]]:
+        model = net(batchnorm=True)
+        average = WeightAverage(model, 0.9)
+        stepper = trainer(
+            model, precision=name, micro=3, average=average, schedule=Schedule("cosine", 8, 0.25)
+        )
+        for seed, size in enumerate(sizes):
+            images, labels = window(size, seed)
+            if seed in bad:
+                images[seed % size, 0, 0, 0] = value
+                if skip_bad:
+                    continue
+            assert stepper.step((images, labels)).applied == (seed not in bad)
+        tensors = [*model.state_dict().values(), *average.averages, *state_tensors(stepper.optimizer)]
+        return stepper, copies(tensors)
+
+    (stepper, moved), (_, expected) = trained(False), trained(True)
+    state = stepper.state
+    assert state.step == len(sizes) == state.optimizer_steps + state.skipped_steps
+    assert state.skipped_steps == len(bad & set(range(len(sizes))))
+    assert all(torch.isfinite(tensor).all() for tensor in moved)
+    if name != "amp_fp16":
+        assert equal(moved, expected)
 
 
 def test_law_5_a_buffer_that_is_replaced_and_not_written_is_restored() -> None:

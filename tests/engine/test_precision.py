@@ -59,3 +59,26 @@ def test_the_private_contracts_of_torch_hold() -> None:
         id(optimizer) not in scaler._per_optimizer_states
         or not scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
     )
+
+
+@pytest.mark.parametrize("name", ["fp32", "amp_bf16"])
+def test_a_scaler_where_none_is_used_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="uses no loss scale"):
+        Precision(name, "cpu", ScalerSettings())
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_fused_optimizer_divides_by_grad_scale_and_is_left_without_it(kind: type) -> None:
+    """The contract of torch that the folded clip needs, in float32 arithmetic."""
+    folded, multiplied = nn.Linear(3, 2), nn.Linear(3, 2)
+    multiplied.load_state_dict(folded.state_dict())
+    for layer, fused in ((folded, True), (multiplied, False)):
+        optimizer = kind(layer.parameters(), lr=0.1, fused=fused)
+        for parameter in layer.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        gradients = [parameter.grad for parameter in layer.parameters()]
+        Precision("fp32").apply(optimizer, gradients, 0.25)
+        assert not hasattr(optimizer, "grad_scale")
+        assert all(torch.equal(gradient, torch.full_like(gradient, 0.25)) for gradient in gradients)
+    for ours, theirs in zip(folded.parameters(), multiplied.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2**-22, atol=2**-22)
