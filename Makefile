@@ -4,13 +4,14 @@ VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
 IN_VENV := PATH="$(BIN):$$PATH"
 
-.PHONY: help repro test ui check lock clean
+.PHONY: help repro test ui check lesson lock clean
 
 help:
 	@echo "make repro   install, then prepare, train and evaluate what is out of date"
 	@echo "make ui      the MLflow UI on this project's runs, http://127.0.0.1:5000"
 	@echo "make test    install the test tools too, then run the test suite"
 	@echo "make check   formatter, linter, type checker"
+	@echo "make lesson  fp32, mixed precision, accumulation and both, side by side: a table, a figure, four runs"
 	@echo "make lock    renew requirements.txt, requirements-dev.txt from pyproject.toml"
 	@echo "make clean   remove what reproductions and tools made; not runs, not .venv"
 
@@ -27,6 +28,9 @@ check: $(VENV)/.dev
 	$(IN_VENV) ruff format --check .
 	$(IN_VENV) ruff check .
 	$(IN_VENV) mypy
+
+lesson: $(VENV)/.runtime
+	$(IN_VENV) python benchmarks/lesson.py
 
 COMPILE := pip-compile --quiet --strip-extras --allow-unsafe --no-emit-index-url --no-emit-find-links \
 	--no-emit-trusted-host --annotation-style=line

@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +52,17 @@ class StepResult:
     samples: int
     micro_batch_size: int  # samples of the largest micro-batch allowed
     seconds: float
+
+
+class _Reading(NamedTuple):
+    """The window's numbers on the host; `norm` is of the gradients as accumulated, for a mean over samples."""
+
+    loss_sum: float
+    items: float
+    samples: int
+    norm: float
+    scale: float
+    tracker: float
 
 
 class CollapseError(RuntimeError):
@@ -140,15 +151,15 @@ class Trainer:
         return result
 
     def _attempt(self, window: Batch, started: float, rate: float) -> StepResult:
-        shared = self._ranks.total(samples(window), self.precision.device)
-        losses, items = self._accumulate(window, shared)
+        of_ranks = self._ranks.total(samples(window), self.precision.device)
+        losses, items = self._accumulate(window, of_ranks)
         gradients = [p.grad for p in owned_parameters(self.optimizer) if p.grad is not None]
         if gradients:
             self.precision.unscale(self.optimizer)
-        loss, norm, count, total, scale, tracker = self._read(losses, gradients, items, shared)
-        empty = not gradients or count == 0
-        factor = 1.0 if empty else total / count  # from the mean over samples to the mean over items
-        norm *= factor
+        read = self._read(losses, gradients, items, of_ranks)
+        empty = not gradients or read.items == 0
+        factor = 1.0 if empty else read.samples / read.items  # from the mean over samples to that over items
+        norm = read.norm * factor
         applied = not empty and math.isfinite(norm)
         if applied:
             self.precision.apply(self.optimizer, gradients, factor * self._clipping(norm))
@@ -156,17 +167,17 @@ class Trainer:
             self.precision.forget(self.optimizer)
         else:
             self.precision.update(self.optimizer, applied=applied)
-        self.state.count(total, applied=applied, empty=empty)
+        self.state.count(read.samples, applied=applied, empty=empty)
         return StepResult(
             step=self.state.step,
             applied=applied,
             found_inf=not empty and not applied,
-            loss=loss / count if count else 0.0,
+            loss=read.loss_sum / read.items if read.items else 0.0,
             grad_norm=0.0 if empty else norm,
-            loss_scale=scale,
-            growth_tracker=int(tracker),
+            loss_scale=read.scale,
+            growth_tracker=int(read.tracker),
             learning_rate=rate,
-            samples=total,
+            samples=read.samples,
             micro_batch_size=self.micro_batch_size,
             seconds=time.perf_counter() - started,
         )
@@ -195,20 +206,24 @@ class Trainer:
 
     def _read(
         self, losses: list[Tensor], gradients: list[Tensor], items: int | Tensor, total: int | Tensor
-    ) -> tuple[float, float, float, int, float, float]:
-        """Loss sum, gradient norm, items, samples, loss scale and growth tracker, as numbers."""
+    ) -> _Reading:
+        """Brings what the decision needs to the host, summed over the ranks where there are several."""
         loss = torch.stack(losses).sum() if losses else torch.zeros((), device=self.precision.device)
         norm = _norm(gradients) if gradients else torch.zeros_like(loss)
         counted = isinstance(items, Tensor) or self._ranks.size > 1
         sums = [loss, torch.as_tensor(items, device=loss.device)] if counted else [loss]
-        shared = self._ranks.sum(torch.stack([value.detach().double() for value in sums]))
+        summed = self._ranks.sum(torch.stack([value.detach().double() for value in sums]))
         others = [norm, *self.precision.scale_and_tracker()] + ([total] if isinstance(total, Tensor) else [])
-        packed = torch.cat([shared, torch.stack([value.double() for value in others])])
+        packed = torch.cat([summed, torch.stack([value.double() for value in others])])
         loss_sum, *rest = self.read_device(packed)
-        count = rest.pop(0) if counted else float(items)
-        samples_read = int(rest.pop()) if isinstance(total, Tensor) else total
-        norm_read, scale, tracker = rest if self.precision.scales else (*rest, 1.0, 0.0)
-        return loss_sum, norm_read, count, samples_read, scale, tracker
+        return _Reading(
+            loss_sum=loss_sum,
+            items=rest.pop(0) if counted else float(items),
+            samples=int(rest.pop()) if isinstance(total, Tensor) else total,
+            norm=rest.pop(0),
+            scale=rest.pop(0) if rest else 1.0,
+            tracker=rest.pop(0) if rest else 0.0,
+        )
 
     def read_device(self, packed: Tensor) -> list[float]:
         """The one device-to-host read of an optimizer step. Whoever runs it on fake tensors answers here."""
@@ -259,12 +274,13 @@ class Trainer:
         self._buffers.save()
         with self._statistics.window(), self.precision.autocast():
             for batch in on_device(micro_batches(window, self.micro_batch_size), self.precision.device):
-                found = first_nonfinite(
-                    self.model,
-                    batch,
-                    lambda batch: checked(self.loss(*self.forward(self.model, batch)))[0],
-                    lambda loss: self.precision.backward(loss, torch.full_like(loss, seed)),
-                )
+                with self._ranks.accumulating(last=False):  # each rank looks at its own part
+                    found = first_nonfinite(
+                        self.model,
+                        batch,
+                        lambda batch: checked(self.loss(*self.forward(self.model, batch)))[0],
+                        lambda loss: self.precision.backward(loss, torch.full_like(loss, seed)),
+                    )
                 here = ids[start : start + samples(batch)]
                 start += samples(batch)
                 if found.kind != "nothing":

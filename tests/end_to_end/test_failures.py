@@ -150,6 +150,23 @@ def test_own_model_and_loss_are_dependencies_and_a_failing_one_ends_the_run_fail
     assert no_model(project)
 
 
+def test_law_7_a_collapse_leaves_its_diagnosis_in_a_file_and_in_the_run(project: Project) -> None:
+    """A learning rate that throws the weights to 1e30: every window after that overflows."""
+    forget_model(project)
+    project.set(lr="1.0e30", max_consecutive_skips="3")
+    said = refused(project, "train")
+    assert "3 windows in a row were skipped" in said
+    assert "the loss went first, in the forward: the output of" in said
+    diagnosis = json.loads(project.read("reports/diagnosis.json"))
+    assert diagnosis["step"] >= 4
+    assert len(diagnosis["sample_ids"]) == 64
+    assert set(diagnosis["micro_batch_ids"]) <= set(diagnosis["sample_ids"])
+    run = project.runs()[0]
+    assert run.info.status == "FAILED"
+    assert "diagnosis.json" in [file.path for file in project.client().list_artifacts(run.info.run_id)]
+    assert no_model(project)
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_ends_the_run_killed(project: Project, number: signal.Signals, code: int) -> None:
     forget_model(project)
