@@ -55,7 +55,7 @@ class StepResult:
 
 
 class _Reading(NamedTuple):
-    """The window's numbers on the host; `norm` is of the gradients as accumulated, for a mean over samples."""
+    """The window's numbers on the host; `norm` is of the gradients of the mean over samples."""
 
     loss_sum: float
     items: float
