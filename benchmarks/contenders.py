@@ -1,14 +1,17 @@
 """Loops that train the same model on the same micro-batches: the textbook's, ours, and those of libraries.
 
 Each is a function `contender(job)` that trains `job.windows` windows of ACCUMULATION micro-batches, taking
-them from `job.clock`, which stamps every request: all are timed from the outside by the same means. Without
-its package a contender raises ImportError; with a precision that it lacks on this device, whatever it likes.
+them from its clock, which hands the turn to the next contender after each window: all are timed from the
+outside, by the same means and side by side. Without its package a contender raises ImportError; with a
+precision that it lacks on this device, whatever it likes.
 """
 
 import logging
 import tempfile
+import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,12 +31,42 @@ LIGHTNING = {"fp32": "32-true", "amp_bf16": "bf16-mixed", "amp_fp16": "16-mixed"
 PLAIN = {"fp32": "no", "amp_bf16": "bf16", "amp_fp16": "fp16"}
 
 
+class Turns:
+    """One contender at a time runs, each for a few windows: so all meet the machine in the same state."""
+
+    def __init__(self, names: list[str], windows: int = 1) -> None:
+        self.windows = windows
+        self._order = deque(names)
+        self._changed = threading.Condition()
+
+    def take(self, name: str) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._order[0] == name)
+
+    def give(self) -> None:
+        with self._changed:
+            self._order.rotate(-1)
+            self._changed.notify_all()
+
+    def leave(self, name: str) -> None:
+        with self._changed:
+            if name in self._order:
+                self._order.remove(name)
+            self._changed.notify_all()
+
+
 @dataclass
 class Clock:
-    """Gives the same batch `count` times; stamps each request with wall time and this thread's CPU time."""
+    """Gives the same batch `count` times, `per_turn` of them a turn; times each turn from the outside.
+
+    wall, cpu: seconds of each turn, by the wall clock and of this thread's CPU time.
+    """
 
     batch: Any
     count: int
+    per_turn: int
+    turns: Turns
+    name: str
     wall: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
     batch_size: int | None = None  # looked for by transformers
@@ -42,23 +75,37 @@ class Clock:
         return self.count
 
     def __iter__(self) -> Iterator[Any]:
-        for _ in range(self.count):
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            self.wall.append(time.perf_counter())
-            self.cpu.append(time.thread_time())
+        for index in range(self.count):
+            if index % self.per_turn == 0:
+                if index:
+                    self._end()
+                self._begin()
             yield self.batch
+        self._end()
+
+    def _begin(self) -> None:
+        self.turns.take(self.name)
+        self._started = time.perf_counter(), time.thread_time()
+
+    def _end(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.wall.append(time.perf_counter() - self._started[0])
+        self.cpu.append(time.thread_time() - self._started[1])
+        self.turns.give()
 
 
 @dataclass
 class Job:
-    """One block of the benchmark. `equal`: everybody takes the fused optimizer, instead of its default."""
+    """What a contender does. `equal`: everybody takes the fused optimizer, instead of its default."""
 
+    name: str
     workload: Workload
     precision: str
     windows: int
     equal: bool
     device: str
+    turns: Turns
     clock: Clock = field(init=False)
 
     def data(self, *, whole_windows: bool = False) -> Clock:
@@ -67,9 +114,11 @@ class Job:
         if whole_windows:
             inputs = torch.cat([inputs] * ACCUMULATION)
             targets = torch.cat([targets] * ACCUMULATION)
-            self.clock = Clock((inputs, targets), self.windows)
+            each = 1
         else:
-            self.clock = Clock((inputs, targets), self.windows * ACCUMULATION)
+            each = ACCUMULATION
+        per_turn = self.turns.windows * each
+        self.clock = Clock((inputs, targets), self.windows * each, per_turn, self.turns, self.name)
         return self.clock
 
     def model(self) -> nn.Module:
@@ -160,7 +209,9 @@ def lightning_trainer(job: Job) -> None:
 
 def accelerate(job: Job) -> None:
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
 
+    AcceleratorState._reset_state(reset_partial_state=True)  # else its first precision is kept for all
     accelerator = Accelerator(
         cpu=job.device == "cpu",
         mixed_precision=PLAIN[job.precision],

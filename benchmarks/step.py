@@ -1,13 +1,14 @@
-"""Our step against the textbook loop and the loops of libraries, interleaved.
+"""Our step against the textbook loop and the loops of libraries, in turns of a few windows.
 
     python benchmarks/step.py                                  # everything that is installed
-    python benchmarks/step.py -w costless -p amp_bf16 -r 15
+    python benchmarks/step.py -w costless -p amp_bf16 --seconds 10
 
-Each round runs every contender once, in a rotated order; its figure is the median over its windows, a
-micro-step each, and the ratio is to the textbook loop of the same round. The table gives medians over rounds
-of wall time and of the CPU time of the loop's own thread, which other processes disturb less. First table:
-the same fused AdamW, clipping and scaler for all. Second (--defaults): each with its own default optimizer.
-The libraries come with `pip install -e ".[peers]"`; those that are missing are left out.
+Every contender has a thread of its own and trains for a tenth of a second when its turn comes (one window at
+least), so that all meet the machine in the same state, however noisy it is. A ratio is to the textbook loop
+in the same round of turns; the table gives medians over rounds, of wall time and of the CPU time of the
+contender's own thread, of a micro-step. First table: the same fused AdamW, clipping and scaler for all.
+Second (--defaults): each with its own default optimizer. The libraries come with
+`pip install -e ".[peers]"`; what is missing is left out.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import os
 import platform
 import statistics
 import sys
+import threading
 from pathlib import Path
 
 os.environ.setdefault("DO_NOT_TRACK", "1")
@@ -25,11 +27,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from contenders import ACCUMULATION, CONTENDERS, DTYPES, Job, quiet
+from contenders import ACCUMULATION, CONTENDERS, DTYPES, Job, Turns, quiet
 from workloads import WORKLOADS
 
-WARM_UP = 2  # windows
-FEWEST = 4  # windows that count
+WARM_UP = 2  # turns
+FEWEST = 10  # turns that count
+TURN_SECONDS = 0.1
+BASE = "textbook loop"
 
 
 def main() -> None:
@@ -55,81 +59,80 @@ def compare(
     workload: str, precision: str, equal: bool, device: str, arguments: argparse.Namespace
 ) -> list[dict[str, object]]:
     """One table: all contenders on one workload. Returns its rows."""
-    names = ["textbook loop", *(name for name in arguments.contenders if name != "textbook loop")]
-    windows = calibrate(workload, precision, equal, device, arguments.seconds)
-    figures: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
-    missing: dict[str, str] = {}
-    for turn in range(arguments.rounds):
-        start = turn % len(names)
-        for name in names[start:] + names[:start]:
-            if name in missing:
-                continue
-            try:
-                figures[name].append(block(name, Job(WORKLOADS[workload], precision, windows, equal, device)))
-            except Exception as error:  # whatever a library cannot do here is a row of the report
-                missing[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"
-    print(
-        f"\n{workload}, {precision}, {'the same fused AdamW' if equal else 'own defaults'}, {windows} windows"
-    )
-    print(f"{'':22}{'wall us':>10}{'ratio':>8}{'cpu us':>10}{'ratio':>8}{'[min':>8}{'max]':>8}{'over us':>9}")
+    names = [BASE, *(name for name in arguments.contenders if name != BASE)]
+
+    def jobs(names: list[str], turns: int, windows: int) -> list[Job]:
+        order = Turns(names, windows)
+        count = turns * windows
+        return [Job(name, WORKLOADS[workload], precision, count, equal, device, order) for name in names]
+
+    first: dict[str, Job | str] = {}
+    for name in names:  # one after the other: imports, kernels; who can do this at all
+        first |= run(jobs([name], WARM_UP + 1, 1))
+    able = [name for name in names if not isinstance(first[name], str)]
+    window = first[BASE].clock.wall[-1]
+    windows = max(1, round(TURN_SECONDS / window))
+    turns = WARM_UP + max(FEWEST, round(arguments.seconds / (window * windows)))
+    done = run(jobs(able, turns, windows))
+    print(f"\n{workload}, {precision}, {'the same fused AdamW' if equal else 'own defaults'}, ", end="")
+    print(f"{turns - WARM_UP} turns of {windows} windows")
+    print(f"{'':22}{'wall us':>10}{'ratio':>8}{'cpu us':>10}{'ratio':>8}{'quartiles':>15}{'over us':>9}")
     rows = []
     for name in names:
-        if name in missing:
-            print(f"{name:22}{missing[name]}")
+        if isinstance(first[name], str):
+            print(f"{name:22}{first[name]}")
             continue
-        rows.append(row(name, figures[name], figures["textbook loop"]))
-        values = [
-            f"{value:10.1f}" if "us" in key else f"{value:8.3f}"
-            for key, value in rows[-1].items()
-            if key != "contender"
-        ]
-        print(f"{name:22}" + "".join(values))
+        rows.append(row(name, done[name], done[BASE], windows * ACCUMULATION))
+        r = rows[-1]
+        print(
+            f"{name:22}{r['wall_us']:10.1f}{r['wall_ratio']:8.3f}{r['cpu_us']:10.1f}{r['cpu_ratio']:8.3f}",
+            end="",
+        )
+        print(f"{r['cpu_ratio_q1']:8.3f}{r['cpu_ratio_q3']:7.3f}{r['over_us']:9.1f}")
     setting = {"workload": workload, "precision": precision, "optimizer": "fused" if equal else "default"}
     return [setting | row for row in rows]
 
 
-def row(
-    name: str, figures: list[tuple[float, float]], textbook: list[tuple[float, float]]
-) -> dict[str, object]:
-    """Medians over rounds; ratios and the difference are of the same round."""
-    wall, cpu = zip(*figures, strict=True)
-    wall_ratios = [a[0] / b[0] for a, b in zip(figures, textbook, strict=False)]
-    cpu_ratios = [a[1] / b[1] for a, b in zip(figures, textbook, strict=False)]
-    over = [a[1] - b[1] for a, b in zip(figures, textbook, strict=False)]
+def run(jobs: list[Job]) -> dict[str, Job | str]:
+    """Runs the jobs in turn; gives each back, or what it could not do."""
+    results: dict[str, Job | str] = {}
+
+    def work(job: Job) -> None:
+        try:
+            CONTENDERS[job.name](job)
+            results[job.name] = job
+        except Exception as error:  # whatever a library cannot do here is a row of the report
+            results[job.name] = f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"
+        finally:
+            job.turns.leave(job.name)
+
+    threads = [threading.Thread(target=work, args=(job,)) for job in jobs]
+    with contextlib.redirect_stdout(io.StringIO()):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    return results
+
+
+def row(name: str, job: Job, base: Job, micro_steps: int) -> dict[str, object]:
+    """Medians over turns, in microseconds of a micro-step; some loops leave the last turn unfinished."""
+    wall, cpu, base_wall, base_cpu = (
+        [seconds / micro_steps * 1e6 for seconds in times[WARM_UP:]]
+        for times in (job.clock.wall, job.clock.cpu, base.clock.wall, base.clock.cpu)
+    )
+    ratios = [mine / other for mine, other in zip(cpu, base_cpu, strict=False)]
+    first, _, third = statistics.quantiles(ratios, n=4)
     return {
         "contender": name,
         "wall_us": statistics.median(wall),
-        "wall_ratio": statistics.median(wall_ratios),
+        "wall_ratio": statistics.median(a / b for a, b in zip(wall, base_wall, strict=False)),
         "cpu_us": statistics.median(cpu),
-        "cpu_ratio": statistics.median(cpu_ratios),
-        "cpu_ratio_min": min(cpu_ratios),
-        "cpu_ratio_max": max(cpu_ratios),
-        "over_us": statistics.median(over),
+        "cpu_ratio": statistics.median(ratios),
+        "cpu_ratio_q1": first,
+        "cpu_ratio_q3": third,
+        "over_us": statistics.median(a - b for a, b in zip(cpu, base_cpu, strict=False)),
     }
-
-
-def block(name: str, job: Job) -> tuple[float, float]:
-    """Median microseconds of a micro-step, of wall time and of this thread's CPU time."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        CONTENDERS[name](job)
-    each = job.windows / len(job.clock.wall)  # windows between two stamps
-    stride = round(1 / each)
-    return tuple(
-        statistics.median(
-            (stamps[i + stride] - stamps[i]) / ACCUMULATION * 1e6
-            for i in range(WARM_UP * stride, len(stamps) - stride, stride)
-        )
-        for stamps in (job.clock.wall, job.clock.cpu)
-    )  # type: ignore[return-value]
-
-
-def calibrate(workload: str, precision: str, equal: bool, device: str, seconds: float) -> int:
-    """Windows that take the textbook loop about `seconds`."""
-    fewest = WARM_UP + FEWEST + 1
-    job = Job(WORKLOADS[workload], precision, fewest, equal, device)
-    block("textbook loop", job)  # imports and kernels
-    microseconds, _ = block("textbook loop", job)
-    return max(fewest, round(seconds * 1e6 / (microseconds * ACCUMULATION)))
 
 
 def processor() -> str:
@@ -146,8 +149,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("-w", "--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("-p", "--precisions", nargs="+", choices=DTYPES, default=["fp32", "amp_bf16"])
     parser.add_argument("-c", "--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
-    parser.add_argument("-r", "--rounds", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=2.0, help="of one contender in one round")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each contender in one table")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--defaults", action="store_true", help="also each with its own default optimizer")
     parser.add_argument("--csv", help="write the rows to this file")

@@ -3,6 +3,7 @@
 run        prepare, train and evaluate, one after the other, without git or DVC
 prepare    one stage alone; likewise train, evaluate
 repro      what is out of date, by DVC; with key=value overrides as an experiment of DVC's
+plan       which micro-batch fits a memory budget, without the device and before anything is trained
 ui         the MLflow UI on this project's runs, on 127.0.0.1
 """
 
@@ -48,6 +49,15 @@ def _parser() -> argparse.ArgumentParser:
         commands.add_parser(stage, help=f"stage {stage} alone, without DVC")
     repro = commands.add_parser("repro", help="`dvc repro`, or `dvc exp run` with overrides")
     repro.add_argument("overrides", nargs="*", metavar="key=value", help="dotted keys of params.yaml")
+    plan = commands.add_parser(
+        "plan", help="which micro-batch fits a memory budget, and what takes the memory"
+    )
+    plan.add_argument("overrides", nargs="*", metavar="key=value", help="dotted keys of params.yaml")
+    plan.add_argument(
+        "--budget", metavar="GIB,GIB", default="", help="of CUDA devices; without: this device's free memory"
+    )
+    plan.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    plan.add_argument("--figure", metavar="FILE", help="draw the budgets' predicted peaks into this file")
     ui = commands.add_parser("ui", help="the MLflow UI on this project's runs, on 127.0.0.1")
     ui.add_argument("--port", type=int, default=5000)
     return parser
@@ -57,6 +67,10 @@ def _command(options: argparse.Namespace) -> int:
     if options.command == "repro":
         overrides = [part for text in options.overrides for part in shlex.split(text)]
         return _experiment(overrides) if overrides else _dvc("repro")
+    if options.command == "plan":
+        from pipeline.stages import plan  # it imports torch: the other commands start without
+
+        return plan.show(options.overrides, options.budget, as_json=options.json, figure=options.figure)
     if options.command == "ui":
         tracking.serve_ui(config.load().tracking.experiment, options.port)
     for stage in STAGES if options.command == "run" else [options.command]:

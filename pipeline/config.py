@@ -113,7 +113,13 @@ class Batch:
     """Samples of one optimizer step, and of one forward/backward."""
 
     effective_batch_size: int = key(at_least=1)
-    micro_batch_size: int = key(at_least=1)
+    micro_batch_size: Union[int, str] = key(word="auto", at_least=1)  # noqa: UP007
+
+    @property
+    def planned(self) -> int:
+        """The micro-batch as a number: what the file says, or what train's plan put in place of auto."""
+        assert isinstance(self.micro_batch_size, int), "auto: only train's plan makes a number of it"
+        return self.micro_batch_size
 
 
 @dataclass(frozen=True)
@@ -153,6 +159,13 @@ class Train:
 
 
 @dataclass(frozen=True)
+class Memory:
+    """What a training may take of its device, for batch.micro_batch_size: auto."""
+
+    budget_gib: Union[float, str] = key(word="auto", above=0)  # noqa: UP007
+
+
+@dataclass(frozen=True)
 class Execution:
     device: str = key(choices=("auto", "cpu", "cuda"))
     workers: Union[int, str] = key(word="auto", at_least=0)  # noqa: UP007  loader processes
@@ -182,6 +195,7 @@ class Params:
     optimizer: Optimizer = what()
     schedule: Schedule = what()
     train: Train = what()
+    memory: Memory = how()
     execution: Execution = how()
     tracking: Tracking = how()
 
@@ -223,6 +237,23 @@ def parse(text: str, name: str = "params.yaml") -> Params:
     lines = "\n".join(f"  {problem}" for problem in problems)
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     raise UserError(f"{name}: {count}\n{lines}")
+
+
+def overridden(text: str, overrides: Iterable[str]) -> str:
+    """The file's text with key=value put in, dotted keys as everywhere. Raises UserError for another form."""
+    tree = yaml.safe_load(text)
+    for override in overrides:
+        dotted, equals, value = override.partition("=")
+        *sections, name = dotted.split(".")
+        section = tree
+        for part in sections:
+            section = section.get(part) if isinstance(section, dict) else None
+        if not equals or not isinstance(section, dict):
+            raise UserError(
+                f"{override!r} is not key=value with a key of params.yaml, as in optimizer.lr=1e-3"
+            )
+        section[name] = yaml.safe_load(value)
+    return yaml.safe_dump(tree, sort_keys=False)
 
 
 def flatten(params: Params, half: str | None = None) -> dict[str, Any]:
@@ -390,7 +421,7 @@ def _suggestion(dotted: str, known: Iterable[str]) -> str:
 def _contradictions(params: Params) -> Iterator[str]:
     """What is wrong between keys that are each fine alone."""
     batch, data, scaler = params.batch, params.data, params.scaler
-    if batch.micro_batch_size > batch.effective_batch_size:
+    if batch.micro_batch_size != "auto" and batch.planned > batch.effective_batch_size:
         yield (
             f"batch.micro_batch_size: {batch.micro_batch_size} is more than batch.effective_batch_size, "
             f"{batch.effective_batch_size}; a micro-batch is a part of the effective batch"

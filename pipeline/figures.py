@@ -55,6 +55,22 @@ def memory_by_component(components: Mapping[str, float], peak: tuple[str, float]
     return figure
 
 
+def memory_plan(
+    names: Sequence[str], parts: Mapping[str, Sequence[float]], budgets: Sequence[float]
+) -> Figure:
+    """A stacked bar for each budget, `parts` in MiB from the bottom, and the budget as a line over it."""
+    figure, axes = plt.subplots(figsize=(max(5.0, 1.6 * len(names)), 5), layout="constrained")
+    below = [0.0] * len(names)
+    for part, values in parts.items():
+        axes.bar(names, values, bottom=below, label=part)
+        below = [low + value for low, value in zip(below, values, strict=True)]
+    for place, budget in enumerate(budgets):
+        axes.hlines(budget, place - 0.45, place + 0.45, color="black", linestyle="dashed")
+    axes.set(ylabel="MiB", title="predicted peak by component; dashed: the budget")
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), reverse=True)
+    return figure
+
+
 def confusion_matrix(counts: Sequence[Sequence[int]], classes: Sequence[str]) -> Figure:
     """Row the true class, column the predicted one; the counts are written in up to 20 classes."""
     size = min(12.0, 3 + 0.4 * len(classes))

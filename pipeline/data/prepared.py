@@ -83,9 +83,15 @@ def write(
     return description
 
 
+def read_description(folder: Path = FOLDER) -> dict[str, Any]:
+    """dataset.json; raises UserError where it is missing or damaged."""
+    description: dict[str, Any] = files.read_json(folder / "dataset.json", MADE_BY)
+    return description
+
+
 def open_prepared(folder: Path = FOLDER) -> Prepared:
     """Opens the set and checks each file's digest; raises UserError that names what is missing or damaged."""
-    description = files.read_json(folder / "dataset.json", MADE_BY)
+    description = read_description(folder)
     for name, digest in description["sha256"].items():
         path = folder / name
         if not path.is_file():

@@ -13,6 +13,7 @@ from pipeline.stages.device import choose_device
 from pipeline.stages.guard import inputs_unchanged, run_stage
 
 REPORTS = Path("reports")
+BATCH = 16  # images at a time; without gradients they take little
 
 
 def evaluate(params: Params) -> None:
@@ -21,7 +22,7 @@ def evaluate(params: Params) -> None:
         data = prepared.open_prepared()
         loaded = models.load_model()
         model = loaded.model.to(choose_device(params.execution.device))
-        windows = WindowLoader(data.splits["test"], params.batch.micro_batch_size, seed=0).in_order()
+        windows = WindowLoader(data.splits["test"], BATCH, seed=0).in_order()
         result = metrics.evaluate(metrics.logits(model, windows, loaded.transform), loaded.classes)
         write_reports(result, loaded.classes)
         log_to_training_run(params, result, loaded.classes)

@@ -12,6 +12,7 @@ from pipeline.data import prepared
 from pipeline.engine import CollapseError, Trainer, accumulation_steps, depends_on_split
 from pipeline.memory import usage
 from pipeline.stages.best import Best
+from pipeline.stages.planning import PLAN
 from pipeline.stages.record import TRAINING_CSV, Record
 
 DIAGNOSIS = Path("reports/diagnosis.json")
@@ -37,7 +38,7 @@ def log_start(
             "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             "torch": torch.__version__,
-            "accumulation_steps": accumulation_steps(batch.effective_batch_size, batch.micro_batch_size),
+            "accumulation_steps": accumulation_steps(batch.effective_batch_size, batch.planned),
             "threads": torch.get_num_threads(),
         }
     )
@@ -54,6 +55,10 @@ def log_start(
     run.file(prepared.FOLDER / "dataset.json")
     run.dataset(prepared.FOLDER, data.description)
     components = usage.components(trainer.model, trainer.optimizer)
+    if PLAN.is_file():
+        run.file(PLAN)
+        decision = files.read_json(PLAN, "train")["decision"]
+        components |= {"predicted_peak_reserved_mib": decision["predicted_peak_bytes"] / usage.MIB}
     run.metrics({f"memory/{name}": value for name, value in components.items()}, step=0)
     run.flush()
 
@@ -110,13 +115,13 @@ def run_figures(record: Record, trainer: Trainer) -> dict[str, Any]:
 def description(params: Params, best: Best, trainer: Trainer) -> str:
     """What a person reads first on the run page; markdown, a sentence a line."""
     state, batch = trainer.state, params.batch
-    steps = accumulation_steps(batch.effective_batch_size, batch.micro_batch_size)
+    steps = accumulation_steps(batch.effective_batch_size, batch.planned)
     kept = "best" if params.train.save == "best" else "last"
     return (
         f"**val/accuracy {best.accuracy:.4f}** at epoch {best.epoch} of {params.train.epochs} "
         f"(the {kept}).\n\n"
         f"Plan: effective batch {batch.effective_batch_size} = {steps} micro-batches of "
-        f"{batch.micro_batch_size}, {params.precision}, {trainer.precision.device.type}.\n\n"
+        f"{batch.planned}, {params.precision}, {trainer.precision.device.type}.\n\n"
         f"{state.skipped_steps} of {state.step} steps were skipped (non-finite gradient).\n\n"
         f"Model: `{Path(models.FOLDER) / 'model.safetensors'}`."
     )

@@ -118,7 +118,7 @@ def build_trainer(
             precision=Precision(
                 params.precision, device, settings if params.precision == "amp_fp16" else None
             ),
-            micro_batch_size=params.batch.micro_batch_size,
+            micro_batch_size=params.batch.planned,
             max_grad_norm=chosen.max_grad_norm,
             schedule=Schedule(params.schedule.name, total_steps, params.schedule.warmup_fraction),
             average=WeightAverage(model, params.train.ema_decay),

@@ -12,6 +12,7 @@ from pipeline.memory.host import keep_freed_memory
 from pipeline.stages.best import Best
 from pipeline.stages.device import choose_device, note_on_precision, set_determinism
 from pipeline.stages.guard import check_dependency, inputs_unchanged, run_stage
+from pipeline.stages.planning import with_plan
 from pipeline.stages.progress import TrainingProgress
 from pipeline.stages.record import TRAINING_CSV, Record
 from pipeline.stages.report import DIAGNOSIS, log_collapse, log_end, log_start, run_name
@@ -25,6 +26,7 @@ def train(params: Params) -> None:
     data = prepared.open_prepared()
     device = choose_device(params.execution.device)
     note_on_precision(params.precision, device)
+    params = with_plan(params, data.description, device)
     seed_everything(params.seed)
     set_determinism(params.train.deterministic, device)
     if device.type == "cpu":
@@ -76,9 +78,9 @@ def fit_recorded(
         trainer,
         every=params.tracking.log_every_steps,
         epoch_samples=len(data.splits["train"]),
-        accumulation_steps=accumulation_steps(batch.effective_batch_size, batch.micro_batch_size),
+        accumulation_steps=accumulation_steps(batch.effective_batch_size, batch.planned),
     )
-    validation = WindowLoader(data.splits["validation"], batch.micro_batch_size, seed=params.seed)
+    validation = WindowLoader(data.splits["validation"], batch.planned, seed=params.seed)
     progress = TrainingProgress(params.train.epochs, len(loader) * params.train.epochs)
 
     def after_step(result: StepResult) -> None:

@@ -1,0 +1,31 @@
+"""What a device has free, and what it takes besides tensors."""
+
+import psutil
+import torch
+
+from pipeline.memory.planner import CUDA, MIB, Device
+
+GIB = 2**30
+MARGIN_GIB = {"cuda": 0.25, "cpu": 1.0}  # left to others: a desktop, a notebook, the page cache
+
+
+def describe(device: torch.device) -> Device:
+    """This process's share of the device before it trains: measured where it can be, else assumed."""
+    if device.type == "cpu":
+        return Device("cpu", False, psutil.Process().memory_info().rss, 0)
+    torch.zeros(1, device=device)  # makes the context
+    free, total = torch.cuda.mem_get_info(device)
+    context = max(0, min(total - free - torch.cuda.memory_reserved(device), 2 * CUDA.context_bytes))
+    return Device(torch.cuda.get_device_name(device), True, context, CUDA.workspace_bytes)
+
+
+def budget(device: torch.device) -> int:
+    """Bytes that are free, in whole GiB so that two runs decide alike, less a margin."""
+    on_host = device.type == "cpu"
+    free = psutil.virtual_memory().available if on_host else torch.cuda.mem_get_info(device)[0]
+    whole = free // GIB or free / GIB
+    return max(0, round((whole - MARGIN_GIB[device.type]) * GIB))
+
+
+def in_mib(size: float) -> str:
+    return f"{size / MIB:,.0f} MiB"

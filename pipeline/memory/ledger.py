@@ -1,0 +1,178 @@
+"""Where the bytes of a training step are: live tensors by component, counted operation by operation.
+
+A ledger is a dispatch mode: it sees the result of every operation, on real or on fake tensors alike, and
+books each new storage once (views share one) under the component that it belongs to, until the storage is
+freed. What the peak consisted of, and which operation of which module made it, is kept.
+
+| component | what is booked there |
+| --- | --- |
+| parameters, buffers, optimizer_state, average, inputs | what `know` was told of |
+| gradients | a parameter's `.grad`, from its first accumulation to the window's end |
+| cast_weights | half-precision copies of parameters, made by autocast |
+| activations | all else that a forward made, and what it saved for the backward |
+| temporaries | all else: the backward's and the optimizer's own tensors |
+"""
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+COMPONENTS = (
+    "parameters",
+    "buffers",
+    "gradients",
+    "optimizer_state",
+    "average",
+    "cast_weights",
+    "activations",
+    "temporaries",
+    "inputs",
+)
+PHASES = ("forward", "backward", "step")
+NEARBY = 4  # autograd nodes behind a module's output that are taken to be of that module
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most bytes that were alive at once, and what they were."""
+
+    total: int = 0
+    components: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COMPONENTS, 0))
+    phase: str = ""
+    operation: str = ""  # "aten.mm.default"
+    module: str = ""  # dotted name; "" outside of modules
+
+
+class Ledger(TorchDispatchMode):
+    """Counts while it is entered. round_to: bytes to which each storage is rounded up (CUDA: 512)."""
+
+    def __init__(self, round_to: int = 1) -> None:
+        super().__init__()
+        self.round_to = round_to
+        self.phase = "forward"
+        self.module = ""
+        self.operation = ""  # the last one that began
+        self.live = dict.fromkeys(COMPONENTS, 0)
+        self.peak = Peak()
+        self.peaks = dict.fromkeys(PHASES, 0)  # of each phase
+        self.events: list[tuple[int, int]] = []  # (number of the storage, bytes; negative when freed)
+        self._numbers: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._booked: dict[int, tuple[str, int]] = {}
+        self._references: dict[int, weakref.ref[Any]] = {}
+        self._parameters: set[int] = set()
+        self._count = 0
+
+    @property
+    def total(self) -> int:
+        return sum(self.live.values())
+
+    def know(self, component: str, tensors: Iterable[Tensor]) -> None:
+        """Books tensors under a component, or moves them there."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            number = self._numbers.get(storage)
+            if number is None:
+                self._book(storage, component)
+            elif number in self._booked:
+                before, size = self._booked[number]
+                self._booked[number] = component, size
+                self.live[before] -= size
+                self.live[component] += size
+            if component == "parameters":
+                self._parameters.add(self._numbers[storage])
+
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """Inside, gradients are told from other tensors, and the present module is known by its name."""
+        with ExitStack() as stack:
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    hook = parameter.register_post_accumulate_grad_hook(self._on_gradient)
+                    stack.callback(hook.remove)
+            for name, module in model.named_modules():
+                before, after = self._hooks(name)
+                stack.callback(module.register_forward_pre_hook(before).remove)
+                stack.callback(module.register_forward_hook(after).remove)
+            yield
+
+    def __torch_dispatch__(self, operation: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        self.operation = str(operation)
+        results = operation(*arguments, **(options or {}))
+        component = "activations" if self.phase == "forward" else "temporaries"
+        if operation is torch.ops.aten._to_copy.default and self._is_parameter(arguments[0]):
+            component = "cast_weights"
+        for result in tree_leaves(results):
+            if isinstance(result, Tensor):
+                storage = result.untyped_storage()
+                if storage not in self._numbers:
+                    self._book(storage, component)
+        return results
+
+    def _book(self, storage: Any, component: str) -> None:
+        number, self._count = self._count, self._count + 1
+        size = -(-storage.nbytes() // self.round_to) * self.round_to
+        self._numbers[storage] = number
+        if not size:
+            return
+        self._booked[number] = component, size
+        self._references[number] = weakref.ref(storage, lambda _: self._free(number))
+        self.events.append((number, size))
+        self.live[component] += size
+        total = self.total
+        self.peaks[self.phase] = max(self.peaks[self.phase], total)
+        if total > self.peak.total:
+            self.peak = Peak(total, dict(self.live), self.phase, self.operation, self.present_module())
+
+    def present_module(self) -> str:
+        """The module whose forward runs, or whose node of the backward."""
+        return self.module or _module_of_backward()
+
+    def _free(self, number: int) -> None:
+        component, size = self._booked.pop(number)
+        del self._references[number]
+        self.live[component] -= size
+        self.events.append((number, -size))
+
+    def _is_parameter(self, tensor: Tensor) -> bool:
+        return self._numbers.get(tensor.untyped_storage()) in self._parameters
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self.know("gradients", [parameter.grad])
+
+    def _hooks(self, name: str) -> tuple[Any, Any]:
+        outer: list[str] = []
+
+        def before(module: nn.Module, inputs: Any) -> None:
+            outer.append(self.module)
+            self.module = name
+
+        def after(module: nn.Module, inputs: Any, outputs: Any) -> None:
+            self.module = outer.pop()
+            for output in tree_leaves(outputs):
+                if isinstance(output, Tensor) and output.grad_fn is not None:
+                    _name_nodes(output.grad_fn, name, NEARBY)
+
+        return before, after
+
+
+def _name_nodes(node: Any, module: str, depth: int) -> None:
+    """Leaves the module's name with the autograd nodes that it made, for the backward to find."""
+    if node is None or depth == 0 or "module" in node.metadata:
+        return
+    node.metadata["module"] = module
+    for following, _ in node.next_functions:
+        _name_nodes(following, module, depth - 1)
+
+
+def _module_of_backward() -> str:
+    node: Any = torch._C._current_autograd_node()
+    return str(node.metadata.get("module", "")) if node is not None else ""

@@ -1,0 +1,133 @@
+"""What one optimizer step takes, counted by running it: on fake tensors before a GPU is there, or on real.
+
+It is the engine's own step that runs, the code that trains, so that precision, loss scaling, clipping,
+average, BatchNorm, the optimizer and the cache of cast weights all count because they are there. Fake
+tensors have shapes and storages but no values and no memory: a model of a billion parameters is traced in
+seconds on any machine. The step's one read from the device is answered for it.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from pipeline.engine import Trainer, state_tensors
+from pipeline.engine.window import Batch, tensors
+from pipeline.memory.cuda_rules import flash_attention, install_autocast_lists
+from pipeline.memory.ledger import Ledger, Peak
+
+CUDA_ROUNDING = 512  # bytes; the caching allocator gives out multiples (kMinBlockSize)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One window's memory. peaks: bytes at the highest point of each phase; events: for a replay."""
+
+    peak: Peak
+    peaks: dict[str, int]
+    events: list[tuple[int, int]]
+    seconds: float
+
+
+class TraceError(RuntimeError):
+    """A model that cannot be traced: the operation, the module and the phase, and what torch said."""
+
+
+def count_step(trainer: Trainer, window: Batch, *, round_to: int = 1) -> Trace:
+    """Takes one step on the window, on whatever tensors it is of, and counts the bytes alive in it.
+
+    The optimizer's state should be there already (engine.allocate_state), as it is in training.
+    """
+    started = time.perf_counter()
+    ledger = Ledger(round_to)
+    ledger.know("parameters", trainer.model.parameters())
+    ledger.know("buffers", trainer.model.buffers())
+    ledger.know("optimizer_state", state_tensors(trainer.optimizer))
+    ledger.know("average", trainer.average.averages)
+    ledger.know("inputs", tensors(window))
+    with _phases(trainer, ledger), ledger.watching(trainer.model), ledger:
+        try:
+            trainer.step(window)
+        except Exception as error:
+            where = f"{ledger.operation} in {ledger.present_module() or 'no module'}"
+            raise TraceError(f"{where}, {ledger.phase}: {str(error).splitlines()[0]}") from error
+    return Trace(ledger.peak, ledger.peaks, ledger.events, time.perf_counter() - started)
+
+
+def trace_step(build: Callable[[], tuple[Trainer, Batch]], *, cuda: bool) -> Trace:
+    """As `count_step`, on fake tensors.
+
+    build: makes a trainer (its model through `without_memory`) and a window of two micro-batches, the
+    fewest with which accumulation shows: the gradients of one stay while the next goes forward. cuda: by
+    CUDA's rules, which changes the process for good; call it in one of its own.
+    """
+    if cuda:
+        install_autocast_lists()
+    with FakeTensorMode(allow_non_fake_inputs=True), flash_attention() if cuda else nullcontext():
+        trainer, window = build()
+        trainer.read_device = _clean_step  # type: ignore[method-assign]
+        return count_step(trainer, window, round_to=CUDA_ROUNDING if cuda else 1)
+
+
+def _clean_step(packed: Tensor) -> list[float]:
+    """Answers the step's read: everything finite, so that the update is applied."""
+    return [1.0] * packed.numel()
+
+
+@contextmanager
+def _phases(trainer: Trainer, ledger: Ledger) -> Iterator[None]:
+    """Tells the ledger whether the step is in a forward, in a backward or after them."""
+    forward, backward = trainer.forward, trainer.precision.backward
+
+    def in_forward(model: nn.Module, batch: Batch) -> tuple[Any, ...]:
+        ledger.phase = "forward"
+        return forward(model, batch)
+
+    def in_backward(loss: Tensor, seed: Tensor) -> None:
+        ledger.phase = "backward"
+        backward(loss, seed)
+        ledger.phase = "step"
+
+    trainer.forward = in_forward
+    trainer.precision.backward = in_backward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        trainer.forward = forward
+        del trainer.precision.backward
+
+
+def without_memory(build: Callable[[], nn.Module], *, device: str = "cpu") -> nn.Module:
+    """The model that `build` makes, its parameters and buffers empty: fake ones inside a FakeTensorMode.
+
+    device: "meta" outside of such a mode, where empty ones would take memory.
+
+    Weights are let go as they are registered, so that no more than one is ever there. What a constructor
+    computes besides (RegNet calls `.tolist()`) is real.
+    """
+    parameter, buffer = nn.Module.register_parameter, nn.Module.register_buffer
+
+    def register_parameter(self: nn.Module, name: str, value: nn.Parameter | None) -> None:
+        parameter(self, name, value)
+        if value is not None:
+            self._parameters[name] = nn.Parameter(value.detach().to("meta"), value.requires_grad)
+
+    def register_buffer(self: nn.Module, name: str, value: Tensor | None, persistent: bool = True) -> None:
+        buffer(self, name, value, persistent)
+        if value is not None:
+            self._buffers[name] = value.to("meta")
+
+    nn.Module.register_parameter = register_parameter  # type: ignore[method-assign, assignment]
+    nn.Module.register_buffer = register_buffer  # type: ignore[method-assign, assignment]
+    try:
+        with torch.utils._python_dispatch._disable_current_modes():
+            model = build()
+    finally:
+        nn.Module.register_parameter = parameter  # type: ignore[method-assign]
+        nn.Module.register_buffer = buffer  # type: ignore[method-assign]
+    return model if device == "meta" else model.to_empty(device=device)

@@ -1,0 +1,160 @@
+"""The command `plan`: a table to decide by, before anything is trained or rented."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline import config, figures, models
+from pipeline.config import Params
+from pipeline.data import prepared, sources, splits
+from pipeline.engine import depends_on_split
+from pipeline.errors import UserError
+from pipeline.memory import devices
+from pipeline.memory.devices import GIB, in_mib
+from pipeline.memory.planner import CUDA, MIB, Device, Plan, Prediction
+from pipeline.memory.trace import without_memory
+from pipeline.stages.device import choose_device
+from pipeline.stages.planning import planner
+
+OWN_PARTS = ("rounding", "context", "workspaces")  # of a prediction, besides the tensors' components
+
+
+def show(overrides: list[str], budgets: str, *, as_json: bool, figure: str | None) -> int:
+    """Prints the plan of params.yaml with the overrides, for each budget; exit code 1 where none fits."""
+    text = config.overridden(Path("params.yaml").read_text(encoding="utf-8"), overrides)
+    params = config.parse(text)
+    description = describe_data(params)
+    device, sizes = target(params, budgets)
+    planned = planner(params, description, device)
+    plans = [planned.plan(size) for size in sizes]
+    if as_json:
+        print(json.dumps([as_dict(plan) for plan in plans], indent=2))
+    else:
+        print_table(params, device, planned.window, plans)
+        print_breakdown(next((plan for plan in plans if plan.fits), plans[0]))
+        print_notes(params, description, overrides, plans)
+    if figure:
+        draw(plans, Path(figure))
+    return 0 if any(plan.fits for plan in plans) else 1
+
+
+def target(params: Params, budgets: str) -> tuple[Device, list[int]]:
+    """The device planned for, and budgets in bytes: those given, of CUDA devices, or what is free here."""
+    if not budgets:
+        device = choose_device(params.execution.device)
+        return devices.describe(device), [devices.budget(device)]
+    try:
+        sizes = [float(size) for size in budgets.split(",")]
+    except ValueError:
+        sizes = []
+    if not sizes or min(sizes) <= 0:
+        raise UserError(f"--budget {budgets}: numbers of GiB above 0, as in 6,8,12")
+    return CUDA, [round(size * GIB) for size in sizes]
+
+
+def describe_data(params: Params) -> dict[str, Any]:
+    """dataset.json of the prepared set if it is of this source, else what prepare would write of it."""
+    if (prepared.FOLDER / "dataset.json").is_file():
+        description = prepared.read_description()
+    else:
+        description = {"source": None}
+    if description["source"] != params.data.source:
+        labelled = sources.read(params.data.source)
+        data, size = params.data, labelled.images.shape
+        indices = splits.split(
+            labelled, validation=data.validation_fraction, test=data.test_fraction, seed=params.seed
+        )
+        classes = len(labelled.classes)
+        description = {
+            "source": params.data.source,
+            "classes": labelled.classes,
+            "shape": list(size[1:]),
+            "counts": {split: len(numbers) for split, numbers in indices.items()},
+            "counts_by_class": {
+                split: np.bincount(labelled.labels[numbers], minlength=classes).tolist()
+                for split, numbers in indices.items()
+            },
+            "mean": [0.5] * size[1],
+            "std": [0.5] * size[1],
+        }
+    if params.data.image_size != "auto":
+        description["shape"] = [description["shape"][0], *[params.data.image_size] * 2]
+    return description
+
+
+def print_table(params: Params, device: Device, window: int, plans: list[Plan]) -> None:
+    pixels = "as the data" if params.data.image_size == "auto" else f"{params.data.image_size} px"
+    print(
+        f"{params.model.name}, {pixels}, {params.precision}, {params.optimizer.name}, "
+        f"effective batch {window}, on {device.name}\n"
+    )
+    print(f"{'budget GiB':>10}  {'micro-batch':>11}  {'steps':>5}  {'predicted peak':>14}  needed")
+    for plan in plans:
+        best = plan.best
+        if plan.fits:
+            left = f"{in_mib(plan.budget - best.required)} left"
+            print(
+                f"{plan.budget / GIB:10.2f}  {best.micro_batch_size:11}  {plan.accumulation_steps:5}  "
+                f"{in_mib(best.required):>14}  {left}"
+            )
+        else:
+            more = f"does not fit: {in_mib(best.required - plan.budget)} more"
+            print(f"{plan.budget / GIB:10.2f}  {'-':>11}  {'-':>5}  {in_mib(best.required):>14}  {more}")
+
+
+def print_breakdown(plan: Plan) -> None:
+    best = plan.best
+    print(f"\nmicro-batch {best.micro_batch_size}, {plan.budget / GIB:.2f} GiB, at the peak:")
+    for name, size in parts(best).items():
+        if size:
+            print(f"  {name.replace('_', ' '):16}{in_mib(size):>12}{size / best.required:8.1%}")
+    print(f"  {'all':16}{in_mib(best.required):>12}")
+    print(f"The peak is in the {best.phase}: {best.operation}, module {best.module or '(none)'}.")
+    print("Tensors at the peak of each phase: ", end="")
+    print(", ".join(f"{phase} {in_mib(size)}" for phase, size in best.phases.items()) + ".")
+
+
+def print_notes(params: Params, description: dict[str, Any], overrides: list[str], plans: list[Plan]) -> None:
+    section = params.model
+    model = without_memory(
+        lambda: models.build(
+            section.name, section.args, len(description["classes"]), description["shape"][0]
+        ),
+        device="meta",
+    )
+    if kinds := depends_on_split(model):
+        print(f"The result depends on the micro-batch: the model has {', '.join(kinds)}.")
+    size = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
+    print(f"Disk: {size / MIB:,.1f} MiB for the model.")
+    best = next((plan for plan in plans if plan.fits), None)
+    if best is not None:
+        changes = [*overrides, f"batch.micro_batch_size={best.best.micro_batch_size}"]
+        print("To train so: dvc exp run " + " ".join(f"-S {change}" for change in changes))
+
+
+def parts(prediction: Prediction) -> dict[str, int]:
+    """Every byte of `required` under a name."""
+    return prediction.components | {name: getattr(prediction, name) for name in OWN_PARTS}
+
+
+def as_dict(plan: Plan) -> dict[str, Any]:
+    return {
+        "budget": plan.budget,
+        "fits": plan.fits,
+        "accumulation_steps": plan.accumulation_steps,
+        "prediction": plan.best.as_dict(),
+    }
+
+
+def draw(plans: list[Plan], path: Path) -> None:
+    names = [f"{plan.budget / GIB:g} GiB\nmicro-batch {plan.best.micro_batch_size}" for plan in plans]
+    stacked = {
+        name.replace("_", " "): [parts(plan.best)[name] / MIB for plan in plans]
+        for name in parts(plans[0].best)
+        if any(parts(plan.best)[name] for plan in plans)
+    }
+    figure = figures.memory_plan(names, stacked, [plan.budget / MIB for plan in plans])
+    figure.savefig(path, dpi=100)
+    figures.close(figure)
