@@ -5,9 +5,9 @@
 Trains the same model on the digits four times, with the same data order and effective batch. Prints one
 table, draws docs/lesson.png, and logs four comparable runs to the MLflow experiment `tightfit-lesson`.
 
-seconds: of the whole training. peak: the most bytes that tensors held in one window, counted by torch's
-MemTracker. underflow: the share of weight gradients that float16 without a loss scale makes zero although
-they are not; and the same with the loss scale.
+seconds: of the whole training. peak: the most bytes that tensors held in one window, by the ledger of
+pipeline.memory. underflow: the share of weight gradients that float16 without a loss scale makes zero
+although they are not; and the same with the loss scale.
 """
 
 import sys
@@ -21,11 +21,11 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed._tools.mem_tracker import MemTracker
 
 from pipeline import models, tracking
 from pipeline.data import sources, splits
 from pipeline.engine import CrossEntropy, Precision, ScalerSettings, Trainer, allocate_state, build_optimizer
+from pipeline.memory.trace import count_step
 
 FIGURE = Path(__file__).resolve().parents[1] / "docs" / "lesson.png"
 BATCH, EPOCHS, RATE, WIDTH = 64, 6, 0.005, 32
@@ -138,12 +138,7 @@ def trainer(variant: Variant, scale: float = 2.0**16) -> Trainer:
 
 def peak_mib(variant: Variant, train: Batch) -> float:
     """Of one window, in a fresh trainer."""
-    stepper, tracker = trainer(variant), MemTracker()
-    tracker.track_external(stepper.model, stepper.optimizer)
-    with tracker:
-        stepper.step(windows(train, 0)[0])
-    snapshot = tracker.get_tracker_snapshot("peak")
-    return sum(values["Total"] for values in snapshot.values()) / 2**20
+    return count_step(trainer(variant), windows(train, 0)[0]).peak.total / 2**20
 
 
 def underflow(train: Batch) -> tuple[float, float]:

@@ -14,6 +14,7 @@ Second (--defaults): each with its own default optimizer. The libraries come wit
 import argparse
 import contextlib
 import csv
+import ctypes
 import io
 import os
 import platform
@@ -30,6 +31,9 @@ import torch
 from contenders import ACCUMULATION, CONTENDERS, DTYPES, Job, Turns, quiet
 from workloads import WORKLOADS
 
+from pipeline.memory.host import keep_freed_memory
+
+M_ARENA_MAX = -8  # mallopt(3)
 WARM_UP = 2  # turns
 FEWEST = 10  # turns that count
 TURN_SECONDS = 0.1
@@ -39,6 +43,7 @@ BASE = "textbook loop"
 def main() -> None:
     arguments = parse()
     quiet()
+    share_one_allocator()
     torch.set_num_threads(arguments.threads)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     where = torch.cuda.get_device_name() if device == "cuda" else processor()
@@ -53,6 +58,12 @@ def main() -> None:
             writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)
+
+
+def share_one_allocator() -> None:
+    """One arena of glibc for all threads, keeping what is freed: else luck decides who pays page faults."""
+    if keep_freed_memory():
+        ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
 
 
 def compare(
@@ -79,8 +90,9 @@ def compare(
     print(f"{'':22}{'wall us':>10}{'ratio':>8}{'cpu us':>10}{'ratio':>8}{'quartiles':>15}{'over us':>9}")
     rows = []
     for name in names:
-        if isinstance(first[name], str):
-            print(f"{name:22}{first[name]}")
+        outcome = done.get(name, first[name])
+        if isinstance(outcome, str):
+            print(f"{name:22}{outcome}")
             continue
         rows.append(row(name, done[name], done[BASE], windows * ACCUMULATION))
         r = rows[-1]

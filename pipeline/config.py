@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import Field, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Union
+from typing import Any, Union, get_args
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -351,6 +351,8 @@ def _assign(config: Any, known: dict[str, Field[Any]], dotted: str, value: Any) 
     mistyped = [f"{dotted}: {value!r} is not possible; {_allowed(declared)}"]
     if isinstance(value, bool) != (declared.type is bool):
         return mistyped
+    if type(value) is int and float in get_args(declared.type):  # `8` for a key that takes 7.4
+        value = float(value)
     try:
         OmegaConf.update(config, dotted, value, merge=False)
     except OmegaConfBaseException:
@@ -399,7 +401,8 @@ def _allowed(declared: Field[Any]) -> str:
     if besides := declared.metadata.get("besides"):
         return f"allowed: {besides}"
     kinds: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
-    default = "a whole number" if declared.metadata.get("word") else "a map, {} when there is nothing to say"
+    number = "a number" if float in get_args(declared.type) else "a whole number"
+    default = number if declared.metadata.get("word") else "a map, {} when there is nothing to say"
     kind = kinds.get(declared.type, default)
     signs = {"at_least": ">=", "at_most": "<=", "above": ">", "below": "<"}
     bounds = declared.metadata.get("bounds", {})

@@ -117,7 +117,7 @@ def test_the_what_half_of_params_and_nothing_else_trains_again() -> None:
 
 def test_mlproject_calls_commands_that_exist() -> None:
     project = yaml.safe_load((ROOT / "MLproject").read_text())
-    assert set(project["entry_points"]) == {"main", "prepare", "train", "evaluate"}
+    assert set(project["entry_points"]) == {"main", "plan", "prepare", "train", "evaluate"}
     source = (ROOT / "pipeline" / "__main__.py").read_text()
     known = (*STAGES, *re.findall(r'add_parser\("(\w+)"', source))
     for entry in project["entry_points"].values():

@@ -20,7 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import UninitializedBuffer
 
+KEPT_COUNTS = 64
 Counts = tuple[int, ...]  # elements a channel, for each layer; 0 where a layer was not called
 
 
@@ -98,6 +100,8 @@ class BatchNormStatistics:
         key = counts, device
         if key not in self._columns:
             columns = [count for count, size in zip(counts, self._sizes, strict=True) for _ in range(size)]
+            if len(self._columns) >= KEPT_COUNTS:  # inputs of ever other lengths
+                self._columns.clear()
             self._columns[key] = torch.tensor(columns, dtype=torch.float64).to(device, non_blocking=True)
         return self._columns[key]
 
@@ -107,7 +111,12 @@ def _batchnorms(model: nn.Module) -> list[_BatchNorm]:
 
 
 def _is_handled(layer: _BatchNorm) -> bool:
-    return type(layer).forward is _BatchNorm.forward and layer.running_mean is not None
+    if isinstance(layer.running_mean, UninitializedBuffer):
+        raise ValueError(
+            f"{type(layer).__name__} does not know its size yet: run one forward of the model first"
+        )
+    plain = type(layer).forward is _BatchNorm.forward and "forward" not in vars(layer)
+    return plain and layer.running_mean is not None
 
 
 def _like(layer: _BatchNorm) -> tuple[torch.dtype, torch.device]:
@@ -133,7 +142,7 @@ class _Layer:
 
     def forward(self, inputs: Tensor) -> Tensor:
         layer = self.layer
-        if not layer.training:
+        if not (layer.training and layer.track_running_stats):
             return _BatchNorm.forward(layer, inputs)
         layer._check_input_dim(inputs)
         mean, variance = self.statistics.slot(self.index, inputs.numel() // inputs.shape[1])
@@ -145,9 +154,11 @@ class _Layer:
         tracked, momentum = layer.num_batches_tracked, layer.momentum
         assert layer.running_mean is not None
         assert layer.running_var is not None
-        assert tracked is not None
-        tracked.add_(1)
-        weight = 1 / tracked.to(mean.dtype) if momentum is None else momentum  # None: a mean over all windows
+        if tracked is not None:
+            tracked.add_(1)
+        weight: float | Tensor = 0.0 if momentum is None else momentum
+        if momentum is None and tracked is not None:  # a mean over all windows
+            weight = 1 / tracked.to(mean.dtype)
         layer.running_mean += (mean - layer.running_mean) * weight
         layer.running_var += (variance - layer.running_var) * weight
 
@@ -173,12 +184,13 @@ class _Pool:
     def merge(self, row: _Row) -> None:
         counts = tuple(row.counts)
         columns = self._columns_of(counts, row.mean.device)
-        squares = row.variance * (columns - 1)
+        squares = row.variance * (columns - 1).clamp(min=0)  # 0 where a layer was not called
         if not self.counts:
             self.counts, self.columns, self.mean, self.squares = counts, columns, row.mean.double(), squares
             return
         self.counts = tuple(a + b for a, b in zip(self.counts, counts, strict=True))
         before, self.columns = self.columns, self._columns_of(self.counts, row.mean.device)
         difference = row.mean - self.mean
-        self.mean += difference * (columns / self.columns)
-        self.squares += squares + difference.square() * (before * columns / self.columns)
+        share = columns / self.columns.clamp(min=1)
+        self.mean += difference * share
+        self.squares += squares + difference.square() * before * share

@@ -24,17 +24,20 @@ class Buffers:
             _Place(module._buffers, name)
             for module in model.modules()
             for name, buffer in module._buffers.items()
-            if buffer is not None and id(buffer) not in known
+            if id(buffer) not in known
         ]
-        self._saved: list[tuple[Tensor, Tensor]] = []
+        self._saved: list[tuple[_Place, Tensor | None, Tensor | None]] = []
 
     def save(self) -> None:
-        buffers = [place.owner[place.name] for place in self._places]
-        self._saved = [(buffer, buffer.clone()) for buffer in buffers if buffer is not None]
+        self._saved = []
+        for place in self._places:
+            buffer = place.owner.get(place.name)
+            self._saved.append((place, buffer, None if buffer is None else buffer.clone()))
 
     @torch.no_grad()
     def restore(self) -> None:
         """Puts back the tensors that stood there and their values."""
-        for place, (buffer, value) in zip(self._places, self._saved, strict=True):
-            buffer.copy_(value)
+        for place, buffer, value in self._saved:
+            if buffer is not None and value is not None:
+                buffer.copy_(value)
             place.owner[place.name] = buffer

@@ -24,6 +24,7 @@ class Finding:
 
     kind: str
     module: str = ""  # dotted name and class: "layer4.1.conv2 (Conv2d)"
+    doubtful: bool = False  # -inf alone, which masks leave on purpose
 
     def __str__(self) -> str:
         return {
@@ -75,11 +76,13 @@ def first_nonfinite(
         return Finding("input")
     with _watching(model) as found:
         loss = forward(batch)
-        if not found and not _is_finite(loss):
+        if _is_finite(loss):
+            found.clear()  # -inf in masked logits, say: it did no harm
+        elif not found:
             return Finding("loss")
         if not found and loss.requires_grad:
             backward(loss)
-    return found[0] if found else Finding("nothing")
+    return _first(found) if found else Finding("nothing")
 
 
 @contextmanager
@@ -94,7 +97,8 @@ def _watching(model: nn.Module) -> Iterator[list[Finding]]:
         def hook(module: nn.Module, inputs: Any, outputs: Any) -> None:
             for tensor in _tensors_in(outputs):
                 if not _is_finite(tensor):
-                    found.append(Finding("output", label))
+                    negative = not torch.isnan(tensor).any() and not torch.isposinf(tensor).any()
+                    found.append(Finding("output", label, doubtful=negative))
                 elif tensor.requires_grad:
                     tensor.register_hook(on_gradient(f"the output of {label}"))
 
@@ -109,6 +113,10 @@ def _watching(model: nn.Module) -> Iterator[list[Finding]]:
                 hooks.callback(parameter.register_hook(on_gradient(f"the parameter {name}")).remove)
         hooks.enter_context(torch.compiler.set_stance("force_eager"))  # compiled code runs no new hooks
         yield found
+
+
+def _first(found: list[Finding]) -> Finding:
+    return next((finding for finding in found if not finding.doubtful), found[0])
 
 
 def _is_finite(tensor: Tensor) -> bool:

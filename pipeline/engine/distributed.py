@@ -19,7 +19,16 @@ class Ranks:
     """The processes that train `model` together; without DDP there is one, and nothing is communicated."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = model if isinstance(model, DistributedDataParallel) else None
+        wrapped = [part for part in model.modules() if isinstance(part, DistributedDataParallel)]
+        if len(wrapped) > 1:
+            raise ValueError(
+                "the model holds several DistributedDataParallel modules: wrap the whole one once"
+            )
+        if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
+            raise ValueError(
+                "the model's parameters are sharded (FSDP, DTensor): a norm of one rank is not all"
+            )
+        self.model = wrapped[0] if wrapped else None  # torch.compile and own modules may stand around it
         self.group = self.model.process_group if self.model else None
         self.size = dist.get_world_size(self.group) if self.model else 1
 
@@ -29,7 +38,7 @@ class Ranks:
             return samples
         if samples == 0:
             raise ValueError("this rank's part of the window is empty: give each rank at least one sample")
-        return self.sum(torch.tensor(float(samples), dtype=torch.float64).to(device))
+        return self.sum(torch.full((), samples, dtype=torch.float64, device=device))
 
     def sum(self, values: Tensor) -> Tensor:
         """Over all ranks, in place."""

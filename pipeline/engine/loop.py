@@ -17,11 +17,17 @@ def fit(
     """Trains until `epochs` epochs are completed, from wherever `trainer.state` stands.
 
     windows(epoch) gives the windows of that epoch (counted from 0); after_step gets each result,
-    after_epoch the number of epochs completed. The model is in training mode in each step.
+    after_epoch the number of epochs completed. The model is in training mode in each step, but for those
+    of its modules that were in evaluation mode when it was in training mode itself: a frozen BatchNorm.
     """
+    model = trainer.model
+    frozen = [module for module in model.modules() if model.training and not module.training]
     while trainer.state.epoch < epochs:
-        trainer.model.train()
         for window in windows(trainer.state.epoch):
+            if not model.training:
+                model.train()
+            for module in frozen:
+                module.training = False
             after_step(trainer.step(window))
         trainer.state.epoch += 1
         after_epoch(trainer.state.epoch)

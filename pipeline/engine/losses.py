@@ -91,37 +91,45 @@ class MeanSquaredError:
     """Squared error, summed; items are elements. outputs and targets: tensors of one shape."""
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, int]:
-        if outputs.shape != targets.shape:
-            raise ValueError(
-                f"outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)} must have one shape: "
-                "broadcasting would count elements that are not there"
-            )
+        check_same_shape(outputs, targets)
         return F.mse_loss(in_float32(outputs), targets, reduction="sum"), outputs.numel()
+
+
+def check_same_shape(outputs: Tensor, targets: Tensor) -> None:
+    if outputs.shape != targets.shape:
+        raise ValueError(
+            f"outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)} must have one shape: "
+            "broadcasting would count elements that are not there"
+        )
 
 
 def as_loss(loss: Any) -> Loss:
     """A loss that keeps the contract, from torch's own criteria; any other callable as it is.
 
     Criteria with `reduction="mean"` are taken where it is known what their mean divides by, so that the
-    window's mean is exact. Raises ValueError for the others, with what to write instead.
+    window's mean is exact. Raises ValueError for torch's others, with what to write instead. A subclass
+    may compute something else: it has to keep the contract itself.
     """
-    if not isinstance(loss, nn.Module) or not hasattr(loss, "reduction"):
+    kind = type(loss)
+    if kind.__module__ != "torch.nn.modules.loss":
         return cast(Loss, loss)
-    if isinstance(loss, nn.CrossEntropyLoss) and loss.reduction == "mean":
+    if kind is nn.CrossEntropyLoss and loss.reduction == "mean":
         return CrossEntropy(loss.label_smoothing, loss.weight, loss.ignore_index)
-    if isinstance(loss, ELEMENTWISE) and loss.reduction in ("mean", "batchmean"):
+    if kind in ELEMENTWISE and loss.reduction in ("mean", "batchmean"):
         summed, by_rows = copy.copy(loss), loss.reduction == "batchmean"
         summed.reduction = "sum"
 
-        def elementwise(outputs: Tensor, *targets: Any) -> tuple[Tensor, int]:
-            return summed(in_float32(outputs), *targets), outputs.shape[0] if by_rows else outputs.numel()
+        def elementwise(outputs: Tensor, targets: Tensor, *more: Any) -> tuple[Tensor, int]:
+            check_same_shape(outputs, targets)
+            total = summed(in_float32(outputs), targets, *more)
+            return total, outputs.shape[0] if by_rows else outputs.numel()
 
         return elementwise
     raise ValueError(
-        f"{type(loss).__name__}(reduction={loss.reduction!r}) does not tell how many items it averaged over, "
+        f"{kind.__name__}(reduction={loss.reduction!r}) does not tell how many items it averaged over, "
         "so means of micro-batches cannot be put together exactly: give a function that returns "
         "(sum over the items, number of items), for example lambda outputs, targets: "
-        f"({type(loss).__name__}(reduction='sum')(outputs, targets), len(targets))"
+        f"({kind.__name__}(reduction='sum')(outputs, targets), len(targets))"
     )
 
 
@@ -130,6 +138,8 @@ def checked(value: Any) -> tuple[Tensor, int | Tensor]:
     if isinstance(value, tuple) and len(value) == 2:
         total, count = value
         if isinstance(total, Tensor) and total.numel() == 1 and isinstance(count, int | Tensor):
+            if isinstance(count, Tensor):  # in half precision a sum of counts stops at 256 or 2,048
+                count = count.detach().double().reshape(())
             return in_float32(total if total.ndim == 0 else total.reshape(())), count
     got = (
         f"{type(value).__name__} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 OPTIMIZERS = ("adamw", "sgd")
+STATE_STARTS_AT_ZERO = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RAdam)
 
 
 def build_optimizer(
@@ -76,6 +77,8 @@ def check_trainable(optimizer: torch.optim.Optimizer, device: torch.device, *, h
         raise ValueError(
             "a parameter is in the optimizer twice and would be updated twice a step: put it into one group"
         )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("LBFGS evaluates the loss again in its step: it cannot be accumulated and scaled")
     trainable = [parameter for parameter in owned if parameter.requires_grad]
     if not trainable:
         raise ValueError(
@@ -108,8 +111,15 @@ def allocate_state(optimizer: torch.optim.Optimizer) -> None:
 
     Otherwise it appears in the first update, after the largest activations were seen to fit, and an
     out-of-memory error there cannot be replayed. One step with zero gradients, at a learning rate and
-    weight decay of 0, moves no weight and leaves every moment at 0; its count is set back.
+    weight decay of 0, moves no weight and leaves every moment at 0; its count is set back. Raises
+    ValueError for an optimizer of which that is not known to hold.
     """
+    damped = any(group.get("dampening") for group in optimizer.param_groups)
+    if type(optimizer) not in STATE_STARTS_AT_ZERO or damped:
+        raise ValueError(
+            f"{type(optimizer).__name__}: a step with zero gradients may leave something in its state; let "
+            "it make its state itself, in its first step"
+        )
     parameters = owned_parameters(optimizer)
     settings = [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
     gradients = [parameter.grad for parameter in parameters]

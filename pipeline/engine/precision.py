@@ -11,7 +11,8 @@ needs of torch beyond its public methods (GradScaler's scale and tracker as tens
 the norm in one transfer, its record of found infs, `grad_scale` of fused optimizers) is kept in this file.
 """
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,9 +87,19 @@ class Precision:
         """Whether a loss scale is in use (amp_fp16 alone)."""
         return self.scaler.is_enabled()
 
-    def autocast(self) -> AbstractContextManager[Any]:
-        """Around a whole window: the weights do not change inside it, so each is cast once."""
-        return self._autocast
+    @contextmanager
+    def autocast(self) -> Iterator[None]:
+        """Around a whole window: the weights do not change inside it, so each is cast once.
+
+        torch drops its casts at the end of the outermost region alone; inside another one they would be
+        those of old weights.
+        """
+        torch.clear_autocast_cache()
+        try:
+            with self._autocast:
+                yield
+        finally:
+            torch.clear_autocast_cache()
 
     def seed(self, loss: Tensor, samples: float | Tensor) -> Tensor:
         """What the backward of each micro-batch starts from: the loss scale over the window's samples.

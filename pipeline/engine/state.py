@@ -18,6 +18,7 @@ class TrainState:
     consecutive_skips: int = 0
     samples_seen: int = 0
     epoch: int = 0  # epochs completed
+    items_per_sample: float = 0.0  # of the last window, as a power of two; 0 where none is known
 
     def count(self, samples: int, *, applied: bool, empty: bool) -> None:
         """Counts one attempted window."""
@@ -28,5 +29,5 @@ class TrainState:
         self.skipped_steps += not applied and not empty
         self.consecutive_skips = 0 if applied or empty else self.consecutive_skips + 1
 
-    def as_dict(self) -> dict[str, int]:
+    def as_dict(self) -> dict[str, float]:
         return asdict(self)

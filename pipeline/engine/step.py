@@ -4,11 +4,12 @@
 
 The backward of each micro-batch starts from 1 / samples of the *window*, so that the gradients add up to
 that of the whole window at once, however it is split. Where the loss counts other items (tokens, pixels,
-class weights), one factor, samples / items, puts that right at the end; it and the clipping go into the
-update as a single multiplication. Nothing is read from the device until the norm is known. Then a single
-transfer brings the norm, the loss, the items and the scaler's state, and one value, whether the norm is
-finite, decides everything that follows: the weights, the buffers, the average, the schedule, the counters
-and the scaler.
+class weights), their number is known only at the end. Until then a power of two near the items of a sample
+stands for it, as the last window had them, so that the loss scale means what it means in torch; then one
+factor puts it right, and goes into the update together with the clipping. Nothing is read from the device
+until the norm is known. Then a single transfer brings the norm, the loss, the items and the scaler's state,
+and one value, whether the norm is finite, decides everything that follows: the weights, the buffers, the
+average, the schedule, the counters and the scaler.
 """
 
 import itertools
@@ -75,6 +76,11 @@ class CollapseError(RuntimeError):
 
 def supervised(model: nn.Module, batch: Batch) -> tuple[Any, ...]:
     """The default `forward`: a batch is (inputs, targets), the loss gets (outputs, targets)."""
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        raise ValueError(
+            f"a window is expected to be (inputs, targets), not {type(batch).__name__}: give Trainer a "
+            "forward=lambda model, batch: (…what the loss takes…)"
+        )
     inputs, targets = batch
     return model(inputs), targets
 
@@ -90,10 +96,12 @@ class Trainer:
     model, optimizer: yours; the optimizer holds float32 master weights (float64 is fine in fp32).
     loss: `loss(*forward(model, micro_batch)) -> (sum over items, number of items)`, see engine.losses; of
         torch's criteria those that average in a known way.
-    schedule: factor on each group's learning rate, from the number of applied steps.
+    schedule: factor on each group's first learning rate, from the number of applied steps; without one
+        the learning rates are left to you.
     max_grad_norm: limit of the gradient's 2-norm over the optimizer's parameters; 0 is without.
     batchnorm_per_window: BatchNorm's running statistics as if the window were one batch.
-    max_consecutive_skips: so many skipped windows in a row are a collapse.
+    max_consecutive_skips: so many skipped windows in a row are a collapse; so many whose loss depends on
+        no parameter of the optimizer are an error.
     sample_ids: names of a window's samples, for the diagnosis of a collapse.
     Raises ValueError, with what to do, for what cannot be trained as asked.
     """
@@ -107,7 +115,7 @@ class Trainer:
         precision: Precision,
         micro_batch_size: int,
         max_grad_norm: float = 0.0,
-        schedule: Callable[[int], float] = lambda optimizer_steps: 1.0,
+        schedule: Callable[[int], float] | None = None,
         average: WeightAverage | None = None,
         forward: Callable[[nn.Module, Batch], tuple[Any, ...]] = supervised,
         batchnorm_per_window: bool = True,
@@ -115,6 +123,13 @@ class Trainer:
         sample_ids: Callable[[Batch], Iterable[Any]] = positions,
     ) -> None:
         check_trainable(optimizer, precision.device, half=precision.name == "fp32")
+        if not max_grad_norm >= 0:
+            raise ValueError(f"max_grad_norm={max_grad_norm} must be at least 0; 0 is without clipping")
+        if min(micro_batch_size, max_consecutive_skips) < 1:
+            raise ValueError(
+                f"micro_batch_size={micro_batch_size} and max_consecutive_skips={max_consecutive_skips} must "
+                "be at least 1"
+            )
         self.model = model
         self.optimizer = optimizer
         self.loss = as_loss(loss)
@@ -127,6 +142,8 @@ class Trainer:
         self.max_consecutive_skips = max_consecutive_skips
         self.sample_ids = sample_ids
         self.state = TrainState()
+        self._assumed_items = 1.0  # per sample, in the present window
+        self._unlearnable = 0  # windows in a row
         self._parameters = list(model.parameters())
         self._ranks = Ranks(model)
         self.scale_history: deque[tuple[int, float]] = deque(maxlen=SCALE_CHANGES_KEPT)
@@ -138,8 +155,13 @@ class Trainer:
         started = time.perf_counter()
         rate = self._set_learning_rate()
         self._buffers.save()
+        self._clear_gradients()  # what something else left there is not of this window
         try:
             result = self._attempt(window, started, rate)
+        except BaseException:
+            self._buffers.restore()
+            self.precision.forget(self.optimizer)
+            raise
         finally:
             self._clear_gradients()
         if result.applied:
@@ -158,7 +180,8 @@ class Trainer:
             self.precision.unscale(self.optimizer)
         read = self._read(losses, gradients, items, of_ranks)
         empty = not gradients or read.items == 0
-        factor = 1.0 if empty else read.samples / read.items  # from the mean over samples to that over items
+        # the gradients are divided by samples * items_per_sample; a mean over items is wanted
+        factor = 1.0 if empty else read.samples * self._assumed_items / read.items
         norm = read.norm * factor
         applied = not empty and math.isfinite(norm)
         if applied:
@@ -168,6 +191,9 @@ class Trainer:
         else:
             self.precision.update(self.optimizer, applied=applied)
         self.state.count(read.samples, applied=applied, empty=empty)
+        if read.items > 0:
+            self.state.items_per_sample = _power_of_two(read.items / read.samples)
+            self._check_learnable(has_gradients=bool(gradients))
         return StepResult(
             step=self.state.step,
             applied=applied,
@@ -198,11 +224,20 @@ class Trainer:
                         loss, count = checked(self.loss(*self.forward(self.model, batch)))
                     if loss.requires_grad:  # a constant loss has no gradient to add
                         if seed is None:
-                            seed = self.precision.seed(loss, total / self._ranks.size)
+                            self._assumed_items = self._items_of_a_sample(count, batch)
+                            divisor = total * self._assumed_items / self._ranks.size
+                            seed = self.precision.seed(loss, divisor)
                         self.precision.backward(loss, seed)
                 losses.append(loss.detach())
                 items = items + count
         return losses, items
+
+    def _items_of_a_sample(self, count: int | Tensor, batch: Batch) -> float:
+        """A power of two, alike on all ranks: of the last window, or of the first micro-batch there is."""
+        known = self.state.items_per_sample
+        if known or isinstance(count, Tensor) or count <= 0 or self._ranks.size > 1:
+            return known or 1.0
+        return _power_of_two(count / samples(batch))
 
     def _read(
         self, losses: list[Tensor], gradients: list[Tensor], items: int | Tensor, total: int | Tensor
@@ -211,7 +246,7 @@ class Trainer:
         loss = torch.stack(losses).sum() if losses else torch.zeros((), device=self.precision.device)
         norm = _norm(gradients) if gradients else torch.zeros_like(loss)
         counted = isinstance(items, Tensor) or self._ranks.size > 1
-        sums = [loss, torch.as_tensor(items, device=loss.device)] if counted else [loss]
+        sums = [loss] + ([_as_tensor(items, loss.device)] if counted else [])
         summed = self._ranks.sum(torch.stack([value.detach().double() for value in sums]))
         others = [norm, *self.precision.scale_and_tracker()] + ([total] if isinstance(total, Tensor) else [])
         packed = torch.cat([summed, torch.stack([value.double() for value in others])])
@@ -235,15 +270,27 @@ class Trainer:
         return min(1.0, self.max_grad_norm / (norm + 1e-6)) if self.max_grad_norm else 1.0
 
     def _set_learning_rate(self) -> float:
+        if self.schedule is None:
+            return float(self.optimizer.param_groups[0]["lr"])
         factor = self.schedule(self.state.optimizer_steps)
         for group, base in zip(self.optimizer.param_groups, base_rates(self.optimizer), strict=True):
             group["lr"] = base * factor
-        return float(self.optimizer.param_groups[0]["lr"])
+        return float(base_rates(self.optimizer)[0] * factor)
 
     def _clear_gradients(self) -> None:
         """Of the model's parameters too: what the optimizer does not own gathers gradients as well."""
         for parameter in itertools.chain(owned_parameters(self.optimizer), self._parameters):
             parameter.grad = None
+
+    def _check_learnable(self, *, has_gradients: bool) -> None:
+        """A window may have a constant loss; a training whose windows all have is a mistake."""
+        self._unlearnable = 0 if has_gradients else self._unlearnable + 1
+        if self._unlearnable >= self.max_consecutive_skips:
+            raise RuntimeError(
+                f"in {self._unlearnable} windows in a row the loss depended on none of the optimizer's "
+                "parameters: is the optimizer of this very model, are the outputs detached, is the step "
+                "taken under torch.no_grad()?"
+            )
 
     def _check_collapse(self, result: StepResult, window: Batch) -> None:
         if not self.scale_history or self.scale_history[-1][1] != result.loss_scale:
@@ -270,7 +317,7 @@ class Trainer:
         """One replay of the window, micro-batch by micro-batch, up to the first tensor that is not finite."""
         ids = [one.item() if isinstance(one, Tensor) else one for one in self.sample_ids(window)]
         found, start, here = Finding("nothing"), 0, []
-        seed = result.loss_scale / result.samples
+        seed = result.loss_scale / (result.samples * self._assumed_items)
         self._buffers.save()
         with self._statistics.window(), self.precision.autocast():
             for batch in on_device(micro_batches(window, self.micro_batch_size), self.precision.device):
@@ -295,5 +342,15 @@ class Trainer:
 def _norm(gradients: list[Tensor]) -> Tensor:
     """The 2-norm over all gradients: the bits of torch.nn.utils.get_total_norm, without its sorting."""
     device = gradients[0].device
-    norms = torch._foreach_norm(gradients)
+    halves = gradients[0].dtype in (torch.float16, torch.bfloat16)  # their norm would overflow at 65,504
+    norms = torch._foreach_norm(gradients, 2, torch.float32) if halves else torch._foreach_norm(gradients)
     return torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]))
+
+
+def _power_of_two(value: float) -> float:
+    """The nearest one: a product with it changes no bit but the exponent."""
+    return 2.0 ** round(math.log2(value))
+
+
+def _as_tensor(value: float | Tensor, device: torch.device) -> Tensor:
+    return value if isinstance(value, Tensor) else torch.full((), value, device=device)

@@ -4,6 +4,7 @@ A copy that is enqueued on the stream that computes waits for what is computed t
 the call was. So on CUDA the copies have a stream of their own, from pinned memory, one micro-batch ahead.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -24,8 +25,13 @@ def _is_there(tensor: torch.Tensor, device: torch.device) -> bool:
     return tensor.device.type == device.type and device.index in (None, tensor.device.index)
 
 
+@functools.cache  # one a device: the allocator keeps what is freed for the stream that had it
+def _copying_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
 def _copied_ahead(batches: Sequence[Batch], device: torch.device) -> Iterator[Batch]:
-    copying, computing = torch.cuda.Stream(device), torch.cuda.current_stream(device)
+    copying, computing = _copying_stream(device), torch.cuda.current_stream(device)
 
     def copied(batch: Batch) -> tuple[Batch, torch.cuda.Event]:
         with torch.cuda.stream(copying):

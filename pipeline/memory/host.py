@@ -11,7 +11,7 @@ import platform
 
 # mallopt(3): parameter numbers of <malloc.h>, and values in bytes
 M_TRIM_THRESHOLD, KEEP_AT_THE_TOP = -1, 2**31 - 1  # the most that the int argument can say
-M_MMAP_THRESHOLD, FROM_THE_HEAP = -3, 2**30
+M_MMAP_THRESHOLD, FROM_THE_HEAP = -3, (2**30, 2**25)  # older ones take no more than 32 MiB
 
 
 def keep_freed_memory() -> bool:
@@ -19,5 +19,6 @@ def keep_freed_memory() -> bool:
     if platform.libc_ver()[0] != "glibc":
         return False
     library = ctypes.CDLL(None)
-    settings = [(M_TRIM_THRESHOLD, KEEP_AT_THE_TOP), (M_MMAP_THRESHOLD, FROM_THE_HEAP)]
-    return all(library.mallopt(parameter, value) == 1 for parameter, value in settings)
+    # the first alone would do harm: it ends glibc's own adjustment of the other
+    from_the_heap = any(library.mallopt(M_MMAP_THRESHOLD, size) == 1 for size in FROM_THE_HEAP)
+    return from_the_heap and library.mallopt(M_TRIM_THRESHOLD, KEEP_AT_THE_TOP) == 1

@@ -130,7 +130,8 @@ def print_notes(params: Params, description: dict[str, Any], overrides: list[str
     print(f"Disk: {size / MIB:,.1f} MiB for the model.")
     best = next((plan for plan in plans if plan.fits), None)
     if best is not None:
-        changes = [*overrides, f"batch.micro_batch_size={best.best.micro_batch_size}"]
+        others = [change for change in overrides if not change.startswith("batch.micro_batch_size=")]
+        changes = [*others, f"batch.micro_batch_size={best.best.micro_batch_size}"]
         print("To train so: dvc exp run " + " ".join(f"-S {change}" for change in changes))
 
 

@@ -1,6 +1,7 @@
 """The plan from params.yaml to its files and tables; traces are real, in processes of their own."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -92,9 +93,9 @@ def test_the_commands_table_says_what_fits_and_what_does_not(
     assert "does not fit" in said.splitlines()[3]
     assert said.splitlines()[4].split()[:3] == ["1.50", "64", "1"]
     assert "The peak is in the backward: aten." in said
-    assert "module layer4" in said
+    assert re.search(r"module [a-z]+\S*\.", said)
     assert "depends on the micro-batch: the model has batch statistics." in said
-    assert "-S batch.micro_batch_size=64" in said
+    assert said.count("-S batch.micro_batch_size=") == said.count("-S batch.micro_batch_size=64") == 1
     assert (in_tmp / "plan.png").stat().st_size > 5000
 
 
