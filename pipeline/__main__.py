@@ -39,6 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+    finally:
+        os.environ.pop(STAGES_RUN, None)  # the file is gone
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -119,7 +119,7 @@ def test_mlproject_calls_commands_that_exist() -> None:
     project = yaml.safe_load((ROOT / "MLproject").read_text())
     assert set(project["entry_points"]) == {"main", "plan", "prepare", "train", "evaluate"}
     source = (ROOT / "pipeline" / "__main__.py").read_text()
-    known = (*STAGES, *re.findall(r'add_parser\("(\w+)"', source))
+    known = (*STAGES, *re.findall(r'add_parser\(\s*"(\w+)"', source))
     for entry in project["entry_points"].values():
         assert re.match(r"python -m pipeline (\w+)", entry["command"])[1] in known
     assert project["conda_env"] == "conda.yaml"

@@ -65,22 +65,26 @@ def write(
                 path = temporary / f"{split}_{part}.npy"
                 np.save(path, np.ascontiguousarray(array[indices]))
                 digests[path.name] = files.sha256(path)
-        mean, std = channel_statistics(labelled.images[splits["train"]])
-        description = {
-            "source": source,
-            "classes": labelled.classes,
-            "shape": list(labelled.images.shape[1:]),
-            "counts": {split: len(indices) for split, indices in splits.items()},
-            "counts_by_class": {
-                split: np.bincount(labelled.labels[indices], minlength=len(labelled.classes)).tolist()
-                for split, indices in splits.items()
-            },
-            "mean": mean,
-            "std": std,
-            "sha256": digests,
-        }
+        description = describe(labelled, splits, source) | {"sha256": digests}
         files.write_json(temporary / "dataset.json", description)
     return description
+
+
+def describe(labelled: Labelled, splits: dict[str, np.ndarray], source: str) -> dict[str, Any]:
+    """What dataset.json says of the set, but for the digests of its files."""
+    mean, std = channel_statistics(labelled.images[splits["train"]])
+    return {
+        "source": source,
+        "classes": labelled.classes,
+        "shape": list(labelled.images.shape[1:]),
+        "counts": {split: len(indices) for split, indices in splits.items()},
+        "counts_by_class": {
+            split: np.bincount(labelled.labels[indices], minlength=len(labelled.classes)).tolist()
+            for split, indices in splits.items()
+        },
+        "mean": mean,
+        "std": std,
+    }
 
 
 def read_description(folder: Path = FOLDER) -> dict[str, Any]:

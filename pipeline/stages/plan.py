@@ -4,8 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from pipeline import config, figures, models
 from pipeline.config import Params
 from pipeline.data import prepared, sources, splits
@@ -56,29 +54,14 @@ def target(params: Params, budgets: str) -> tuple[Device, list[int]]:
 
 def describe_data(params: Params) -> dict[str, Any]:
     """dataset.json of the prepared set if it is of this source, else what prepare would write of it."""
-    if (prepared.FOLDER / "dataset.json").is_file():
-        description = prepared.read_description()
-    else:
-        description = {"source": None}
+    is_prepared = (prepared.FOLDER / "dataset.json").is_file()
+    description: dict[str, Any] = prepared.read_description() if is_prepared else {"source": None}
     if description["source"] != params.data.source:
-        labelled = sources.read(params.data.source)
-        data, size = params.data, labelled.images.shape
+        data, labelled = params.data, sources.read(params.data.source)
         indices = splits.split(
             labelled, validation=data.validation_fraction, test=data.test_fraction, seed=params.seed
         )
-        classes = len(labelled.classes)
-        description = {
-            "source": params.data.source,
-            "classes": labelled.classes,
-            "shape": list(size[1:]),
-            "counts": {split: len(numbers) for split, numbers in indices.items()},
-            "counts_by_class": {
-                split: np.bincount(labelled.labels[numbers], minlength=classes).tolist()
-                for split, numbers in indices.items()
-            },
-            "mean": [0.5] * size[1],
-            "std": [0.5] * size[1],
-        }
+        description = prepared.describe(labelled, indices, data.source)
     if params.data.image_size != "auto":
         description["shape"] = [description["shape"][0], *[params.data.image_size] * 2]
     return description

@@ -243,12 +243,14 @@ def test_queued_experiments_land_in_the_projects_store(project: Project) -> None
     assert not project.sh("git status --porcelain").strip()
 
 
-NOT_RUN = {  # they install, serve until Ctrl-C, or are the suite that this is; the last is test_failures.py's
+NOT_RUN = {  # they install, serve until Ctrl-C, are the suite that this is, or run in a test of their own
     "git clone <this repository> tightfit && cd tightfit",
     "make test",
     "make check",
     "make ui",
     "python -m pipeline run",
+    "python -m pipeline plan model.name=vit_h_14 data.image_size=224 batch.effective_batch_size=256 "
+    "--budget 12,16,24",
 }
 
 

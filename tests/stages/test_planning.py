@@ -49,16 +49,15 @@ def test_a_micro_batch_that_is_a_number_needs_no_plan(in_tmp: Path) -> None:
 
 
 def test_auto_takes_the_largest_and_writes_decision_and_evidence(in_tmp: Path) -> None:
-    chosen = params("batch.micro_batch_size=auto", "memory.budget_gib=8", "precision=fp32")
+    chosen = params("batch.micro_batch_size=auto", "batch.effective_batch_size=4", "memory.budget_gib=8")
     planned = with_plan(chosen, DESCRIPTION, torch.device("cpu"))
-    assert planned.batch.planned == 64
-    assert planned == replace(chosen, batch=replace(chosen.batch, micro_batch_size=64))
+    assert planned.batch.planned == 4
+    assert planned == replace(chosen, batch=replace(chosen.batch, micro_batch_size=4))
     plan = json.loads((in_tmp / "reports" / "plan.json").read_text())
-    assert plan["decision"]["micro_batch_size"] == 64
-    assert plan["evidence"]["window_samples"] == 64
+    assert plan["decision"]["micro_batch_size"] == 4
+    assert plan["evidence"]["window_samples"] == 4
     sizes = [prediction["micro_batch_size"] for prediction in plan["evidence"]["predictions"]]
-    assert sizes[0] == 1
-    assert sizes[-1] == 64
+    assert sizes == [1, 4]
 
 
 def test_the_data_set_caps_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,22 +84,24 @@ def test_the_commands_table_says_what_fits_and_what_does_not(
         "model.name=resnet18",
         "data.image_size=64",
         "precision=amp_fp16",
-        "batch.micro_batch_size=8",
+        "batch.micro_batch_size=1",
+        "batch.effective_batch_size=2",
     ]
     assert main(["plan", *arguments, "--budget", "0.5,1.5", "--figure", "plan.png"]) == 0
     said = capsys.readouterr().out
-    assert "resnet18, 64 px, amp_fp16, adamw, effective batch 64, on cuda" in said
+    assert "resnet18, 64 px, amp_fp16, adamw, effective batch 2, on cuda" in said
     assert "does not fit" in said.splitlines()[3]
-    assert said.splitlines()[4].split()[:3] == ["1.50", "64", "1"]
+    assert said.splitlines()[4].split()[:3] == ["1.50", "2", "1"]
     assert "The peak is in the backward: aten." in said
     assert re.search(r"module [a-z]+\S*\.", said)
     assert "depends on the micro-batch: the model has batch statistics." in said
-    assert said.count("-S batch.micro_batch_size=") == said.count("-S batch.micro_batch_size=64") == 1
+    assert said.count("-S batch.micro_batch_size=") == said.count("-S batch.micro_batch_size=2") == 1
     assert (in_tmp / "plan.png").stat().st_size > 5000
 
 
 def test_the_commands_json_adds_up(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "precision=fp32", "--budget", "2", "--json"]) == 0
+    single = ["precision=fp32", "batch.effective_batch_size=1", "batch.micro_batch_size=1"]
+    assert main(["plan", *single, "--budget", "2", "--json"]) == 0
     (plan,) = json.loads(capsys.readouterr().out)
     prediction = plan["prediction"]
     assert plan["fits"]
