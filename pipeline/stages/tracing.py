@@ -92,6 +92,7 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 2
     json.dump(asdict(result), answers)
+    answers.flush()  # Python flushes at its end what is sys.stdout then
     return 0
 
 
