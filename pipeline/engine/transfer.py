@@ -1,13 +1,18 @@
-"""Micro-batches on the device, the next one copied while the present one is computed.
+"""Between host and device: micro-batches copied one ahead, and tensors that savers keep in host memory.
 
 A copy that is enqueued on the stream that computes waits for what is computed there, however asynchronous
 the call was. So on CUDA the copies have a stream of their own, from pinned memory, one micro-batch ahead.
+
+What stands in host memory to save the device's is made by `host_like` alone. On a CPU, and in a memory trace,
+host and device are one, and nothing but this says which of the two a tensor stands for.
 """
 
 import functools
 from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from pipeline.engine.window import Batch, map_tensors, tensors
 
@@ -51,3 +56,28 @@ def _copied_ahead(batches: Sequence[Batch], device: torch.device) -> Iterator[Ba
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.pin_memory() if tensor.device.type == "cpu" and not tensor.is_pinned() else tensor
+
+
+_allocating_on_host: ContextVar[bool] = ContextVar("allocating_on_host", default=False)
+_host_storages: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def host_like(tensor: torch.Tensor) -> torch.Tensor:
+    """An empty tensor of the same shape, strides and dtype in host memory; pinned for a CUDA tensor."""
+    token = _allocating_on_host.set(True)
+    try:
+        empty = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
+    finally:
+        _allocating_on_host.reset(token)
+    _host_storages[empty.untyped_storage()] = True
+    return empty
+
+
+def allocating_on_host() -> bool:
+    """Whether what is allocated right now is a tensor of `host_like`'s."""
+    return _allocating_on_host.get()
+
+
+def stands_on_host(tensor: torch.Tensor) -> bool:
+    """Whether `host_like` made the tensor (or what it is a view of)."""
+    return tensor.untyped_storage() in _host_storages

@@ -11,6 +11,8 @@ freed. What the peak consisted of, and which operation of which module made it, 
 | cast_weights | half-precision copies of parameters, made by autocast |
 | activations | all else that a forward made, and what it saved for the backward |
 | temporaries | all else: the backward's and the optimizer's own tensors |
+
+What savers move to the host's memory (engine.transfer.host_like) is counted apart, and is in no total.
 """
 
 import weakref
@@ -23,7 +25,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 from torch.utils.weak import WeakIdKeyDictionary
+
+from pipeline.engine.transfer import allocating_on_host, stands_on_host
 
 COMPONENTS = (
     "parameters",
@@ -36,6 +41,7 @@ COMPONENTS = (
     "temporaries",
     "inputs",
 )
+HOST = "host"  # no component: what stands in the host's memory on purpose
 PHASES = ("forward", "backward", "step")
 NEARBY = 4  # autograd nodes behind a module's output that are taken to be of that module
 
@@ -52,15 +58,22 @@ class Peak:
 
 
 class Ledger(TorchDispatchMode):
-    """Counts while it is entered. round_to: bytes to which each storage is rounded up (CUDA: 512)."""
+    """Counts while it is entered: bytes on the device, and floating point operations.
 
-    def __init__(self, round_to: int = 1) -> None:
+    round_to: bytes to which each storage is rounded up (CUDA: 512). device_type: tensors on another one are
+    not counted.
+    """
+
+    def __init__(self, round_to: int = 1, device_type: str = "cpu") -> None:
         super().__init__()
         self.round_to = round_to
+        self.device_type = device_type
         self.phase = "forward"
         self.module = ""
         self.operation = ""  # the last one that began
         self.live = dict.fromkeys(COMPONENTS, 0)
+        self.host = self.host_peak = 0
+        self.flops = 0
         self.peak = Peak()
         self.peaks = dict.fromkeys(PHASES, 0)  # of each phase
         self.events: list[tuple[int, int]] = []  # (number of the storage, bytes; negative when freed)
@@ -80,8 +93,8 @@ class Ledger(TorchDispatchMode):
             storage = tensor.untyped_storage()
             number = self._numbers.get(storage)
             if number is None:
-                self._book(storage, component)
-            elif number in self._booked:
+                self._book(tensor, HOST if stands_on_host(tensor) else component)
+            elif number in self._booked and self._booked[number][0] != HOST:
                 before, size = self._booked[number]
                 self._booked[number] = component, size
                 self.live[before] -= size
@@ -105,25 +118,35 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         self.operation = str(operation)
-        results = operation(*arguments, **(options or {}))
+        options = options or {}
+        results = operation(*arguments, **options)
+        if (formula := FLOPS.get(operation.overloadpacket)) is not None:
+            self.flops += formula(*arguments, **options, out_val=results)
         component = "activations" if self.phase == "forward" else "temporaries"
         if operation is torch.ops.aten._to_copy.default and self._is_parameter(arguments[0]):
             component = "cast_weights"
+        elif allocating_on_host():
+            component = HOST
         for result in tree_leaves(results):
             if isinstance(result, Tensor):
-                storage = result.untyped_storage()
-                if storage not in self._numbers:
-                    self._book(storage, component)
+                if result.untyped_storage() not in self._numbers:
+                    self._book(result, component)
         return results
 
-    def _book(self, storage: Any, component: str) -> None:
+    def _book(self, tensor: Tensor, component: str) -> None:
+        storage = tensor.untyped_storage()
         number, self._count = self._count, self._count + 1
         size = -(-storage.nbytes() // self.round_to) * self.round_to
         self._numbers[storage] = number
-        if not size:
+        elsewhere = component != HOST and tensor.device.type != self.device_type
+        if not size or elsewhere:
             return
         self._booked[number] = component, size
         self._references[number] = weakref.ref(storage, lambda _: self._free(number))
+        if component == HOST:
+            self.host += size
+            self.host_peak = max(self.host_peak, self.host)
+            return
         self.events.append((number, size))
         self.live[component] += size
         total = self.total
@@ -138,6 +161,9 @@ class Ledger(TorchDispatchMode):
     def _free(self, number: int) -> None:
         component, size = self._booked.pop(number)
         del self._references[number]
+        if component == HOST:
+            self.host -= size
+            return
         self.live[component] -= size
         self.events.append((number, -size))
 
@@ -162,6 +188,21 @@ class Ledger(TorchDispatchMode):
                     _name_nodes(output.grad_fn, name, NEARBY)
 
         return before, after
+
+
+def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+
+
+def _attention_backward_flops(gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return int(sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape))
+
+
+_aten: Any = torch.ops.aten
+FLOPS = flop_registry | {  # torch's formulas (utils.flop_counter), and the attention of a CPU
+    _aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+}
 
 
 def _name_nodes(node: Any, module: str, depth: int) -> None:

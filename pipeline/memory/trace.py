@@ -26,10 +26,15 @@ CUDA_ROUNDING = 512  # bytes; the caching allocator gives out multiples (kMinBlo
 
 @dataclass(frozen=True)
 class Trace:
-    """One window's memory. peaks: bytes at the highest point of each phase; events: for a replay."""
+    """One window's memory. peaks: bytes at the highest point of each phase; events: for a replay.
+
+    host: bytes that savers hold in the host's memory at most; flops: floating point operations.
+    """
 
     peak: Peak
     peaks: dict[str, int]
+    host: int
+    flops: int
     events: list[tuple[int, int]]
     seconds: float
 
@@ -38,25 +43,33 @@ class TraceError(RuntimeError):
     """A model that cannot be traced: the operation, the module and the phase, and what torch said."""
 
 
-def count_step(trainer: Trainer, window: Batch, *, round_to: int = 1) -> Trace:
-    """Takes one step on the window, on whatever tensors it is of, and counts the bytes alive in it.
+@contextmanager
+def counting(trainer: Trainer, window: Batch, *, round_to: int = 1) -> Iterator[Ledger]:
+    """Counts the bytes alive in what the trainer does inside, on whatever tensors it is of.
 
     The optimizer's state should be there already (engine.allocate_state), as it is in training.
     """
-    started = time.perf_counter()
-    ledger = Ledger(round_to)
+    ledger = Ledger(round_to, trainer.precision.device.type)
     ledger.know("parameters", trainer.model.parameters())
     ledger.know("buffers", trainer.model.buffers())
     ledger.know("optimizer_state", state_tensors(trainer.optimizer))
     ledger.know("average", trainer.average.averages)
     ledger.know("inputs", tensors(window))
     with _phases(trainer, ledger), ledger.watching(trainer.model), ledger:
+        yield ledger
+
+
+def count_step(trainer: Trainer, window: Batch, *, round_to: int = 1) -> Trace:
+    """Takes one step on the window and counts. Raises TraceError, with the place, where it fails."""
+    started = time.perf_counter()
+    with counting(trainer, window, round_to=round_to) as ledger:
         try:
             trainer.step(window)
         except Exception as error:
             where = f"{ledger.operation} in {ledger.present_module() or 'no module'}"
             raise TraceError(f"{where}, {ledger.phase}: {str(error).splitlines()[0]}") from error
-    return Trace(ledger.peak, ledger.peaks, ledger.events, time.perf_counter() - started)
+    seconds = time.perf_counter() - started
+    return Trace(ledger.peak, ledger.peaks, ledger.host_peak, ledger.flops, ledger.events, seconds)
 
 
 def trace_step(build: Callable[[], tuple[Trainer, Batch]], *, cuda: bool) -> Trace:
@@ -86,6 +99,7 @@ def _phases(trainer: Trainer, ledger: Ledger) -> Iterator[None]:
 
     def in_forward(model: nn.Module, batch: Batch) -> tuple[Any, ...]:
         ledger.phase = "forward"
+        ledger.know("inputs", tensors(batch))  # on a GPU a copy of the window's part
         return forward(model, batch)
 
     def in_backward(loss: Tensor, seed: Tensor) -> None:
