@@ -22,6 +22,8 @@ from omegaconf.errors import OmegaConfBaseException
 from pipeline.errors import UserError
 
 PRECISIONS = ("fp32", "amp_fp16", "amp_bf16")
+SAVERS = ("uncached_casts", "checkpointing_half", "checkpointing", "offload", "optimizer_on_host")
+NOT_COMPILED = ("checkpointing_half", "checkpointing", "offload")
 OTHER_NAMES = {  # what other tools call our values
     "16-mixed": "amp_fp16",
     "fp16-mixed": "amp_fp16",
@@ -160,9 +162,17 @@ class Train:
 
 @dataclass(frozen=True)
 class Memory:
-    """What a training may take of its device, for batch.micro_batch_size: auto."""
+    """What a training may take of its device, and by which means it is made to fit."""
 
     budget_gib: Union[float, str] = key(word="auto", above=0)  # noqa: UP007
+    savers: Any = key(choices=("auto",), besides=f"a list of {' '.join(SAVERS)}, [] for none")
+    blocks: Any = key(choices=("auto",), besides='a list of name patterns: ["encoder.layers.*"]')
+
+    @property
+    def chosen(self) -> list[str]:
+        """The savers as a list: what the file says, or what train's plan put in place of auto."""
+        assert isinstance(self.savers, list), "auto: only train's plan makes a list of it"
+        return self.savers
 
 
 @dataclass(frozen=True)
@@ -442,10 +452,27 @@ def _contradictions(params: Params) -> Iterator[str]:
             f"loss.class_weights: {weights!r} is not possible; allowed: none balanced or a list of numbers, "
             "one a class, none below 0 and not all of them 0"
         )
+    savers, blocks = params.memory.savers, params.memory.blocks
+    if savers != "auto" and not (_are_words(savers) and set(savers) <= set(SAVERS)):
+        yield f"memory.savers: {savers!r} is not possible; allowed: auto or a list of {' '.join(SAVERS)}"
+    elif {"checkpointing", "checkpointing_half"} <= set(savers):
+        yield "memory.savers: checkpointing and checkpointing_half are two ways of one: take one of them"
+    in_the_way = [saver for saver in savers if saver in NOT_COMPILED] if savers != "auto" else []
+    if params.execution.compile and in_the_way:
+        yield (
+            f"execution.compile: a compiled model cannot do with memory.savers {' '.join(in_the_way)}: take "
+            "one or the other"
+        )
+    if blocks != "auto" and not (_are_words(blocks) and blocks):
+        yield f"memory.blocks: {blocks!r} is not possible; allowed: auto or a list of name patterns"
     for dotted in ("model.name", "tracking.experiment", "tracking.run_name", "model.weights"):
         section, name = dotted.split(".")
         if not getattr(getattr(params, section), name).strip():
             yield f"{dotted}: is empty"
+
+
+def _are_words(values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(value, str) for value in values)
 
 
 def _are_weights(values: Any) -> bool:

@@ -42,16 +42,21 @@ def loss_scale(rows: Rows) -> Figure:
     return figure
 
 
-def memory_by_component(components: Mapping[str, float], peak: tuple[str, float]) -> Figure:
-    """Bars in MiB of what training holds throughout, beside the measured peak `(name, MiB)`."""
-    names = [name.removesuffix("_mib").replace("_", " ") for name in components] + [peak[0]]
-    values = [*components.values(), peak[1]]
-    figure, axes = plt.subplots(figsize=(8, 3.5), layout="constrained")
-    bars = axes.barh(names, values, color=["tab:blue"] * len(components) + ["tab:gray"])
-    axes.bar_label(bars, labels=[f"{value:,.2f}" for value in values], padding=3)
-    axes.set(xlabel="MiB", xscale="log")
-    axes.set_xlim(right=max(values) * 8)
+def memory_account(parts: Mapping[str, Sequence[float]], budget: float | None) -> Figure:
+    """Two bars in MiB for each part, predicted and measured; the budget as a line."""
+    names, height = list(parts), 0.38
+    figure, axes = plt.subplots(figsize=(8, 1.2 + 0.45 * len(names)), layout="constrained")
+    for place, (label, color) in enumerate((("predicted", "tab:orange"), ("measured", "tab:blue"))):
+        values = [values[place] for values in parts.values()]
+        heights = [index + (place - 0.5) * height for index in range(len(names))]
+        bars = axes.barh(heights, values, height, label=label, color=color)
+        axes.bar_label(bars, labels=[_in_mib(value) for value in values], padding=3, fontsize=8)
+    if budget is not None:
+        axes.axvline(budget, color="black", linestyle="dashed", label=f"budget {budget / 1024:.4g} GiB")
+    axes.set(xlabel="MiB", xscale="log", yticks=range(len(names)), yticklabels=names)
+    axes.set_xlim(right=8 * max(budget or 0.0, *(max(values) for values in parts.values())))
     axes.invert_yaxis()
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.0 + 0.8 / len(names)), ncols=3, frameon=False)
     return figure
 
 
@@ -102,3 +107,7 @@ def _finish(*every: Any) -> None:
     for axes in every:
         axes.grid(alpha=0.3)
         axes.legend()
+
+
+def _in_mib(value: float) -> str:
+    return "" if not value else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

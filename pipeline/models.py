@@ -99,8 +99,19 @@ def torchvision_names() -> list[str]:
     return sorted(torchvision.models.list_models(module=torchvision.models))
 
 
+def kind(name: str) -> str:
+    """classification; for models of torchvision that are planned and not trained, segmentation or video."""
+    import torchvision
+
+    zoo = torchvision.models
+    for name_of_kind in ("segmentation", "video"):
+        if name in zoo.list_models(module=getattr(zoo, name_of_kind)):
+            return name_of_kind
+    return "classification"
+
+
 def build(name: str, args: dict[str, Any], num_classes: int, channels: int) -> nn.Module:
-    """The named model with fresh weights: small_cnn, a torchvision classifier or package.module:function.
+    """The named model with fresh weights: small_cnn, one of torchvision's or package.module:function.
 
     A function of your own is called as `function(num_classes=…, **args)`, with `in_channels=…` as well if
     it has such a parameter. Raises UserError for an unknown name or arguments that it does not take.
@@ -128,7 +139,7 @@ def _function(name: str) -> Callable[..., Any]:
         except (ImportError, AttributeError) as error:
             raise UserError(f"model.name {name} cannot be imported: {error}") from None
     known = torchvision_names()
-    if name not in known:
+    if name not in known and kind(name) == "classification":
         close = difflib.get_close_matches(name, ["small_cnn", *known], 5, 0.5)
         hint = f"did you mean {', '.join(close)}?" if close else "for example resnet18 or vit_b_16"
         raise UserError(
@@ -137,12 +148,14 @@ def _function(name: str) -> Callable[..., Any]:
         )
     import torchvision
 
-    def classifier(**args: Any) -> nn.Module:
+    def of_torchvision(**args: Any) -> nn.Module:
+        if kind(name) == "segmentation":
+            args = {"weights_backbone": None, **args}
         if name in ("googlenet", "inception_v3"):  # their auxiliary heads return a second output
             args = {"aux_logits": False, "init_weights": True, **args}
         return torchvision.models.get_model(name, weights=None, **args)
 
-    return classifier
+    return of_torchvision
 
 
 def prepare_transform(model: nn.Module, name: str, weights: str, images: ImageSet) -> Transform:

@@ -11,10 +11,13 @@ It imports torch and itself, nothing else, and serves in anybody's own script:
 from pipeline.engine.averaging import WeightAverage
 from pipeline.engine.dependence import depends_on_split
 from pipeline.engine.diagnosis import Diagnosis
+from pipeline.engine.host_state import keep_state_on_host
 from pipeline.engine.loop import fit
 from pipeline.engine.losses import CrossEntropy, MeanSquaredError
+from pipeline.engine.offload import offloaded
 from pipeline.engine.optimizer import allocate_state, build_optimizer, freeze, state_tensors
 from pipeline.engine.precision import Precision, ScalerSettings
+from pipeline.engine.recompute import recompute, repeated_blocks
 from pipeline.engine.schedule import Schedule
 from pipeline.engine.state import TrainState
 from pipeline.engine.step import CollapseError, StepResult, Trainer
@@ -38,5 +41,9 @@ __all__ = [
     "depends_on_split",
     "fit",
     "freeze",
+    "keep_state_on_host",
+    "offloaded",
+    "recompute",
+    "repeated_blocks",
     "state_tensors",
 ]

@@ -119,6 +119,11 @@ def _is_handled(layer: _BatchNorm) -> bool:
     return plain and layer.running_mean is not None
 
 
+def is_diverted(module: nn.Module) -> bool:
+    """Whether a window is open in which the module's training forwards leave its running statistics alone."""
+    return isinstance(getattr(vars(module).get("forward"), "__self__", None), _Layer)
+
+
 def _like(layer: _BatchNorm) -> tuple[torch.dtype, torch.device]:
     assert layer.running_mean is not None
     return layer.running_mean.dtype, layer.running_mean.device

@@ -13,14 +13,17 @@ def fit(
     epochs: int,
     after_step: Callable[[StepResult], None],
     after_epoch: Callable[[int], None],
+    step: Callable[[Batch], StepResult] | None = None,
 ) -> None:
     """Trains until `epochs` epochs are completed, from wherever `trainer.state` stands.
 
     windows(epoch) gives the windows of that epoch (counted from 0); after_step gets each result,
-    after_epoch the number of epochs completed. The model is in training mode in each step, but for those
-    of its modules that were in evaluation mode when it was in training mode itself: a frozen BatchNorm.
+    after_epoch the number of epochs completed. step: what takes a step of the trainer where something stands
+    around it, such as recovery from out of memory; else `trainer.step`. The model is in training mode in each
+    step, but for those of its modules that were in evaluation mode when it was in training mode itself: a
+    frozen BatchNorm.
     """
-    model = trainer.model
+    model, take = trainer.model, step or trainer.step
     frozen = [module for module in model.modules() if model.training and not module.training]
     while trainer.state.epoch < epochs:
         for window in windows(trainer.state.epoch):
@@ -28,6 +31,6 @@ def fit(
                 model.train()
             for module in frozen:
                 module.training = False
-            after_step(trainer.step(window))
+            after_step(take(window))
         trainer.state.epoch += 1
         after_epoch(trainer.state.epoch)

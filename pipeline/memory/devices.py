@@ -3,20 +3,22 @@
 import psutil
 import torch
 
-from pipeline.memory.planner import CUDA, MIB, Device
+from pipeline.memory.prediction import CPU_RATES, CUDA, MIB, Device
 
 GIB = 2**30
+LOADED_LATER = 200 * MIB  # by a training after its plan: MLflow, matplotlib, oneDNN's kernels; measured
 MARGIN_GIB = {"cuda": 0.25, "cpu": 1.0}  # left to others: a desktop, a notebook, the page cache
 
 
 def describe(device: torch.device) -> Device:
     """This process's share of the device before it trains: measured where it can be, else assumed."""
     if device.type == "cpu":
-        return Device("cpu", False, psutil.Process().memory_info().rss, 0)
+        process = psutil.Process().memory_info().rss
+        return Device("cpu", False, process + LOADED_LATER, 0, CPU_RATES)
     torch.zeros(1, device=device)  # makes the context
     free, total = torch.cuda.mem_get_info(device)
     context = max(0, min(total - free - torch.cuda.memory_reserved(device), 2 * CUDA.context_bytes))
-    return Device(torch.cuda.get_device_name(device), True, context, CUDA.workspace_bytes)
+    return Device(torch.cuda.get_device_name(device), True, context, CUDA.workspace_bytes, CUDA.rates)
 
 
 def budget(device: torch.device) -> int:

@@ -72,8 +72,10 @@ class Ledger(TorchDispatchMode):
         self.module = ""
         self.operation = ""  # the last one that began
         self.live = dict.fromkeys(COMPONENTS, 0)
-        self.host = self.host_peak = 0
+        self.highest = dict.fromkeys(COMPONENTS, 0)  # of each component, whenever that was
+        self.host = self.host_peak = self.moved_to_host = 0
         self.flops = 0
+        self.operations = 0  # in forward and backward
         self.peak = Peak()
         self.peaks = dict.fromkeys(PHASES, 0)  # of each phase
         self.events: list[tuple[int, int]] = []  # (number of the storage, bytes; negative when freed)
@@ -98,7 +100,7 @@ class Ledger(TorchDispatchMode):
                 before, size = self._booked[number]
                 self._booked[number] = component, size
                 self.live[before] -= size
-                self.live[component] += size
+                self._add(component, size)
             if component == "parameters":
                 self._parameters.add(self._numbers[storage])
 
@@ -117,9 +119,12 @@ class Ledger(TorchDispatchMode):
             yield
 
     def __torch_dispatch__(self, operation: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
-        self.operation = str(operation)
         options = options or {}
+        if operation is _device_of:  # asked of fake tensors alone, thirty times a parameter; no operation
+            return arguments[0].device
+        self.operation = str(operation)
         results = operation(*arguments, **options)
+        self.operations += self.phase != "step"
         if (formula := FLOPS.get(operation.overloadpacket)) is not None:
             self.flops += formula(*arguments, **options, out_val=results)
         component = "activations" if self.phase == "forward" else "temporaries"
@@ -128,9 +133,8 @@ class Ledger(TorchDispatchMode):
         elif allocating_on_host():
             component = HOST
         for result in tree_leaves(results):
-            if isinstance(result, Tensor):
-                if result.untyped_storage() not in self._numbers:
-                    self._book(result, component)
+            if isinstance(result, Tensor) and result.untyped_storage() not in self._numbers:
+                self._book(result, component)
         return results
 
     def _book(self, tensor: Tensor, component: str) -> None:
@@ -146,13 +150,18 @@ class Ledger(TorchDispatchMode):
         if component == HOST:
             self.host += size
             self.host_peak = max(self.host_peak, self.host)
+            self.moved_to_host += size
             return
         self.events.append((number, size))
-        self.live[component] += size
+        self._add(component, size)
         total = self.total
         self.peaks[self.phase] = max(self.peaks[self.phase], total)
         if total > self.peak.total:
             self.peak = Peak(total, dict(self.live), self.phase, self.operation, self.present_module())
+
+    def _add(self, component: str, size: int) -> None:
+        self.live[component] += size
+        self.highest[component] = max(self.highest[component], self.live[component])
 
     def present_module(self) -> str:
         """The module whose forward runs, or whose node of the backward."""
@@ -198,6 +207,7 @@ def _attention_backward_flops(gradient: Any, query: Any, key: Any, value: Any, *
     return int(sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape))
 
 
+_device_of = torch.ops.prim.device.default
 _aten: Any = torch.ops.aten
 FLOPS = flop_registry | {  # torch's formulas (utils.flop_counter), and the attention of a CPU
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,

@@ -15,28 +15,36 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.engine import Trainer, state_tensors
-from pipeline.engine.window import Batch, tensors
+from pipeline.engine import Trainer, accumulation_steps, state_tensors
+from pipeline.engine.window import Batch, samples, tensors
 from pipeline.memory.cuda_rules import flash_attention, install_autocast_lists
 from pipeline.memory.ledger import Ledger, Peak
 
 CUDA_ROUNDING = 512  # bytes; the caching allocator gives out multiples (kMinBlockSize)
+GROUP_NORM = torch.ops.aten.native_group_norm.default
+GROUP_NORM_BACKWARD = torch.ops.aten.native_group_norm_backward.default
+BATCH_NORM = torch.ops.aten.native_batch_norm.default
+BATCH_NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
+NORMS = (GROUP_NORM, GROUP_NORM_BACKWARD, BATCH_NORM, BATCH_NORM_BACKWARD)
 
 
 @dataclass(frozen=True)
 class Trace:
-    """One window's memory. peaks: bytes at the highest point of each phase; events: for a replay.
-
-    host: bytes that savers hold in the host's memory at most; flops: floating point operations.
-    """
+    """One window's memory in bytes, and what its time can be estimated from."""
 
     peak: Peak
-    peaks: dict[str, int]
-    host: int
+    peaks: dict[str, int]  # at the highest point of each phase
+    highest: dict[str, int]  # of each component, whenever that was
+    host: int  # what savers hold in the host's memory, at most
+    moved_once: int  # what they carry between host and device a window, both ways together: state
+    moved_each: int  # and for all micro-batches of this window: activations
     flops: int
-    events: list[tuple[int, int]]
-    seconds: float
+    operations: int  # of forward and backward
+    micro_batches: int
+    events: list[tuple[int, int]]  # for a replay: (storage, bytes), negative when freed
+    seconds: float  # that the trace took
 
 
 class TraceError(RuntimeError):
@@ -63,13 +71,25 @@ def count_step(trainer: Trainer, window: Batch, *, round_to: int = 1) -> Trace:
     """Takes one step on the window and counts. Raises TraceError, with the place, where it fails."""
     started = time.perf_counter()
     with counting(trainer, window, round_to=round_to) as ledger:
+        kept_on_host = ledger.host
         try:
             trainer.step(window)
         except Exception as error:
             where = f"{ledger.operation} in {ledger.present_module() or 'no module'}"
             raise TraceError(f"{where}, {ledger.phase}: {str(error).splitlines()[0]}") from error
-    seconds = time.perf_counter() - started
-    return Trace(ledger.peak, ledger.peaks, ledger.host_peak, ledger.flops, ledger.events, seconds)
+    return Trace(
+        peak=ledger.peak,
+        peaks=ledger.peaks,
+        highest=ledger.highest,
+        host=ledger.host_peak,
+        moved_once=2 * kept_on_host,
+        moved_each=2 * (ledger.moved_to_host - kept_on_host),
+        flops=ledger.flops,
+        operations=ledger.operations,
+        micro_batches=accumulation_steps(samples(window), trainer.micro_batch_size),
+        events=ledger.events,
+        seconds=time.perf_counter() - started,
+    )
 
 
 def trace_step(build: Callable[[], tuple[Trainer, Batch]], *, cuda: bool) -> Trace:
@@ -81,10 +101,46 @@ def trace_step(build: Callable[[], tuple[Trainer, Batch]], *, cuda: bool) -> Tra
     """
     if cuda:
         install_autocast_lists()
-    with FakeTensorMode(allow_non_fake_inputs=True), flash_attention() if cuda else nullcontext():
+    attention = flash_attention() if cuda else nullcontext()
+    with FakeTensorMode(allow_non_fake_inputs=True), _Norms(), attention:
         trainer, window = build()
         trainer.read_device = _clean_step  # type: ignore[method-assign]
         return count_step(trainer, window, round_to=CUDA_ROUNDING if cuda else 1)
+
+
+class _Norms(TorchDispatchMode):
+    """Results of norms on fake tensors: once for arguments of the same shapes, in the dtypes of the kernels.
+
+    FakeTensorMode remembers results too, but takes each BatchNorm for another case, because the engine's rows
+    of statistics stand at another offset for each; deep models would take half of their trace for that. Of a
+    GroupNorm in half precision with float32 weights, as autocast makes it on a CPU, it gives the statistics
+    in half precision and the gradient in float32; the kernel does the reverse.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: dict[Any, list[Any]] = {}
+
+    def __torch_dispatch__(self, operation: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        options = options or {}
+        if operation not in NORMS or options:
+            return operation(*arguments, **options)
+        case = operation, *map(_described, arguments)
+        if case not in self._known:
+            results = [_described(result) for result in operation(*arguments)]
+            if operation is GROUP_NORM and arguments[1] is not None:
+                results[1:] = [(*shape, arguments[1].dtype) for *shape, _ in results[1:]]
+            if operation is GROUP_NORM_BACKWARD and results[0] is not None:
+                results[0] = (*results[0][:2], arguments[1].dtype)
+            self._known[case] = results
+        return tuple(known and torch.empty_strided(*known[:2], dtype=known[2]) for known in self._known[case])
+
+
+def _described(argument: Any) -> Any:
+    """Shape, strides and dtype of a tensor; anything else as it is, if only hashable."""
+    if isinstance(argument, Tensor):
+        return tuple(argument.shape), argument.stride(), argument.dtype
+    return tuple(argument) if isinstance(argument, list) else argument
 
 
 def _clean_step(packed: Tensor) -> list[float]:
@@ -139,7 +195,8 @@ def without_memory(build: Callable[[], nn.Module], *, device: str = "cpu") -> nn
     nn.Module.register_parameter = register_parameter  # type: ignore[method-assign, assignment]
     nn.Module.register_buffer = register_buffer  # type: ignore[method-assign, assignment]
     try:
-        with torch.utils._python_dispatch._disable_current_modes():
+        modes = torch.utils._python_dispatch._disable_current_modes()
+        with torch.random.fork_rng(devices=[]), modes:  # first weights are drawn, and none is kept
             model = build()
     finally:
         nn.Module.register_parameter = parameter  # type: ignore[method-assign]

@@ -1,18 +1,88 @@
-"""Memory measured while training: exact bytes by component, and the peaks that the machine saw.
+"""Memory measured while training: bytes by component, and the peaks that the machine saw.
 
-On CUDA the allocator has two peaks: *allocated*, the bytes that tensors held, and *reserved*, the bytes
-that the allocator took from the device for them. On a CPU there is the peak resident set of the process.
+On CUDA the allocator has two peaks, *allocated*, the bytes that tensors held, and *reserved*, the bytes that
+it took from the device for them; the device itself says what all processes took of it. On a CPU there is the
+peak resident set of the process, and what tensors held is known where a ledger counted it.
+
+A ledger looks at every operation, so it counts few windows: the first one that is applied, and the first
+after a change of micro-batch.
 """
 
 import resource
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from pipeline.engine import state_tensors
+from pipeline.engine import StepResult, Trainer, state_tensors
+from pipeline.engine.window import Batch
+from pipeline.memory.ledger import Peak
+from pipeline.memory.prediction import Prediction
+from pipeline.memory.trace import counting
 
 MIB = 1024**2
+LOGGED = ("activations", "cast_weights", "temporaries")  # what nothing but a count can tell
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One window, counted, in bytes."""
+
+    micro_batch_size: int
+    peak: Peak
+    highest: dict[str, int]  # of each component, whenever that was
+    host: int  # kept in the host's memory by savers
+
+
+class Meter:
+    """Takes the steps of a training, and counts the memory of those that tell something new."""
+
+    def __init__(self, trainer: Trainer, step: Callable[[Batch], StepResult]) -> None:
+        self.measured: Measured | None = None
+        self._trainer = trainer
+        self._step = step
+        self._counted_at = 0  # the micro-batch of the window that was counted and applied
+
+    def step(self, window: Batch) -> StepResult:
+        """As the step that it was given."""
+        size = self._trainer.micro_batch_size
+        if size == self._counted_at:
+            return self._step(window)
+        with counting(self._trainer, window) as ledger:
+            result = self._step(window)
+        if result.micro_batch_size == size:  # else it ran out of memory: the next window tells more
+            self.measured = Measured(size, ledger.peak, ledger.highest, ledger.host_peak)
+            self._counted_at = size if result.applied else 0  # a skipped one has no update
+        return result
+
+    def logged(self) -> dict[str, float]:
+        """MiB of what only a count can tell; of the last window that was counted."""
+        if self.measured is None:
+            return {}
+        highest = {f"{name}_mib": self.measured.highest[name] / MIB for name in LOGGED}
+        on_cpu = self._trainer.precision.device.type == "cpu"
+        tensors = {"peak_allocated_mib": self.measured.peak.total / MIB} if on_cpu else {}
+        return highest | tensors
+
+
+def prediction_error(
+    prediction: Prediction, measured: Measured | None, device_peaks: dict[str, float]
+) -> dict[str, float]:
+    """Predicted over measured, less 1; of what tensors held, and on CUDA of what was reserved for them.
+
+    device_peaks: the highest values of `peaks` in this training. Nothing where the two are not of one
+    micro-batch.
+    """
+    if measured is None or measured.micro_batch_size != prediction.micro_batch_size:
+        return {}
+    if "peak_reserved_mib" not in device_peaks:
+        return {"prediction_error": prediction.allocated / (measured.peak.total + measured.host) - 1}
+    return {
+        "prediction_error": prediction.allocated / MIB / device_peaks["peak_allocated_mib"] - 1,
+        "prediction_error_reserved": prediction.reserved / MIB / device_peaks["peak_reserved_mib"] - 1,
+    }
 
 
 def components(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, float]:
@@ -35,6 +105,8 @@ def peaks(device: torch.device) -> dict[str, float]:
     if device.type == "cuda":
         measured["peak_allocated_mib"] = torch.cuda.max_memory_allocated(device) / MIB
         measured["peak_reserved_mib"] = torch.cuda.max_memory_reserved(device) / MIB
+        free, total = torch.cuda.mem_get_info(device)
+        measured["device_used_mib"] = (total - free) / MIB  # by all processes, right now
         torch.cuda.reset_peak_memory_stats(device)
     return measured
 

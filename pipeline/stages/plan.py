@@ -1,6 +1,7 @@
 """The command `plan`: a table to decide by, before anything is trained or rented."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,26 +12,34 @@ from pipeline.engine import depends_on_split
 from pipeline.errors import UserError
 from pipeline.memory import devices
 from pipeline.memory.devices import GIB, in_mib
-from pipeline.memory.planner import CUDA, MIB, Device, Plan, Prediction
+from pipeline.memory.planner import Plan
+from pipeline.memory.prediction import CUDA, MIB, Device, Prediction
 from pipeline.memory.trace import without_memory
+from pipeline.memory.workload import CHANNELS, CLASSIFICATION, WORKLOADS
 from pipeline.stages.device import choose_device
-from pipeline.stages.planning import planner
+from pipeline.stages.planning import Forecast, planner
+from pipeline.stages.tracing import Tracer
 
 OWN_PARTS = ("rounding", "context", "workspaces")  # of a prediction, besides the tensors' components
 
 
 def show(overrides: list[str], budgets: str, *, as_json: bool, figure: str | None) -> int:
-    """Prints the plan of params.yaml with the overrides, for each budget; exit code 1 where none fits."""
-    text = config.overridden(Path("params.yaml").read_text(encoding="utf-8"), overrides)
-    params = config.parse(text)
+    """Prints the plan of params.yaml with the overrides, for each budget; exit code 1 where none fits.
+
+    The micro-batch is to be found, whatever the file says; one that is given as an override is kept.
+    """
+    text = Path("params.yaml").read_text(encoding="utf-8")
+    params = config.parse(config.overridden(text, ["batch.micro_batch_size=auto", *overrides]))
     description = describe_data(params)
     device, sizes = target(params, budgets)
-    planned = planner(params, description, device)
-    plans = [planned.plan(size) for size in sizes]
+    with Tracer(description, cuda=device.caches) as tracer:
+        forecast = Forecast(params, description, device, tracer)
+        planned = planner(forecast, params, description, device)
+        plans = [planned.plan(size) for size in sizes]
     if as_json:
         print(json.dumps([as_dict(plan) for plan in plans], indent=2))
     else:
-        print_table(params, device, planned.window, plans)
+        print_table(params, description["shape"][-1], device, forecast.window, plans)
         print_breakdown(next((plan for plan in plans if plan.fits), plans[0]))
         print_notes(params, description, overrides, plans)
     if figure:
@@ -62,29 +71,46 @@ def describe_data(params: Params) -> dict[str, Any]:
             labelled, validation=data.validation_fraction, test=data.test_fraction, seed=params.seed
         )
         description = prepared.describe(labelled, indices, data.source)
+    workload = WORKLOADS[models.kind(params.model.name)]
+    if workload is not CLASSIFICATION:  # of no data set of ours
+        description["shape"] = [CHANNELS, *[workload.pixels_of(params.model.name)] * 2]
     if params.data.image_size != "auto":
         description["shape"] = [description["shape"][0], *[params.data.image_size] * 2]
     return description
 
 
-def print_table(params: Params, device: Device, window: int, plans: list[Plan]) -> None:
-    pixels = "as the data" if params.data.image_size == "auto" else f"{params.data.image_size} px"
+def print_table(params: Params, pixels: int, device: Device, window: int, plans: list[Plan]) -> None:
+    kind = models.kind(params.model.name)
+    alone = "" if kind == "classification" else f" ({kind}: plan only, train takes classifiers)"
     print(
-        f"{params.model.name}, {pixels}, {params.precision}, {params.optimizer.name}, "
+        f"{params.model.name}{alone}, {pixels} px, {params.precision}, {params.optimizer.name}, "
         f"effective batch {window}, on {device.name}\n"
     )
-    print(f"{'budget GiB':>10}  {'micro-batch':>11}  {'steps':>5}  {'predicted peak':>14}  needed")
+    print(
+        f"{'budget GiB':>10}  {'micro-batch':>11}  {'steps':>5}  {'predicted peak':>14}  {'time':>5}  needed"
+    )
     for plan in plans:
-        best = plan.best
+        best, budget = plan.best, f"{plan.budget / GIB:10.2f}"
         if plan.fits:
-            left = f"{in_mib(plan.budget - best.required)} left"
-            print(
-                f"{plan.budget / GIB:10.2f}  {best.micro_batch_size:11}  {plan.accumulation_steps:5}  "
-                f"{in_mib(best.required):>14}  {left}"
-            )
+            numbers = f"{best.micro_batch_size:11}  {plan.accumulation_steps:5}"
+            rest = f"{plan.relative_time:5.2f}  {needed(best)}"
         else:
-            more = f"does not fit: {in_mib(best.required - plan.budget)} more"
-            print(f"{plan.budget / GIB:10.2f}  {'-':>11}  {'-':>5}  {in_mib(best.required):>14}  {more}")
+            numbers = f"{'-':>11}  {'-':>5}"
+            more = in_mib(best.required - plan.budget)
+            rest = f"{'-':>5}  does not fit: {more} more, with {needed(best)}"
+        print(f"{budget}  {numbers}  {in_mib(best.required):>14}  {rest}")
+    rates = device.rates
+    print(
+        "time: of a window, to one without savers in a single micro-batch; at "
+        f"{rates.flops_per_second / 1e12:g} TFLOP/s, {rates.host_bytes_per_second / 1e9:g} GB/s to the host, "
+        f"{rates.launch_seconds * 1e6:g} us an operation"
+    )
+
+
+def needed(prediction: Prediction) -> str:
+    """The savers, and what they keep in the host's memory."""
+    savers = " ".join(prediction.savers) or "no saver"
+    return f"{savers}, {in_mib(prediction.host)} of the host" if prediction.host else savers
 
 
 def print_breakdown(plan: Plan) -> None:
@@ -97,6 +123,11 @@ def print_breakdown(plan: Plan) -> None:
     print(f"The peak is in the {best.phase}: {best.operation}, module {best.module or '(none)'}.")
     print("Tensors at the peak of each phase: ", end="")
     print(", ".join(f"{phase} {in_mib(size)}" for phase, size in best.phases.items()) + ".")
+    for tried in plan.not_taken:
+        print(
+            f"Not taken: {' '.join(tried.savers) or 'no saver'}, {in_mib(tried.required)} at least, time "
+            f"{tried.relative_time:.2f}: {tried.reason}."
+        )
 
 
 def print_notes(params: Params, description: dict[str, Any], overrides: list[str], plans: list[Plan]) -> None:
@@ -112,9 +143,15 @@ def print_notes(params: Params, description: dict[str, Any], overrides: list[str
     size = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
     print(f"Disk: {size / MIB:,.1f} MiB for the model.")
     best = next((plan for plan in plans if plan.fits), None)
-    if best is not None:
-        others = [change for change in overrides if not change.startswith("batch.micro_batch_size=")]
-        changes = [*others, f"batch.micro_batch_size={best.best.micro_batch_size}"]
+    if best is not None and models.kind(section.name) == "classification":
+        planned = ("batch.micro_batch_size=", "memory.savers=")
+        others = [change for change in overrides if not change.startswith(planned)]
+        savers = ",".join(best.best.savers)
+        changes = [
+            *others,
+            f"batch.micro_batch_size={best.best.micro_batch_size}",
+            f"memory.savers=[{savers}]",
+        ]
         print("To train so: dvc exp run " + " ".join(f"-S {change}" for change in changes))
 
 
@@ -128,6 +165,8 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "budget": plan.budget,
         "fits": plan.fits,
         "accumulation_steps": plan.accumulation_steps,
+        "relative_time": plan.relative_time,
+        "not_taken": [asdict(tried) for tried in plan.not_taken],
         "prediction": plan.best.as_dict(),
     }
 

@@ -1,10 +1,11 @@
-"""The plan: which micro-batch fits this device, or any budget, before anything is trained.
+"""The plan of a training: which micro-batch and which savers, decided before anything is trained.
 
-Train makes one at its start where batch.micro_batch_size is auto, and `python -m pipeline plan` shows one for
-any device. The plan is no stage of DVC's: hardware is no dependency of a result.
+Train makes one at its start, for the device it finds, and `python -m pipeline plan` shows one for any device.
+It is no stage of DVC's: hardware is no dependency of a result.
 """
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,47 +16,129 @@ from pipeline.config import Params
 from pipeline.errors import UserError
 from pipeline.memory import devices
 from pipeline.memory.devices import GIB, in_mib
-from pipeline.memory.planner import Device, Plan, Planner, Prediction, predict
-from pipeline.stages.tracing import measure
+from pipeline.memory.planner import Plan, Planner
+from pipeline.memory.prediction import Device, Prediction, Savers, on_the_line, predict
+from pipeline.memory.trace import Trace
+from pipeline.stages.savers import combinations
+from pipeline.stages.tracing import Tracer, TracingError
 
 PLAN = Path("reports/plan.json")
+SINGLE_VALUES = "Expected more than 1 value per channel"  # torch's batch_norm
 
 
-def planner(params: Params, description: dict[str, Any], device: Device) -> Planner:
-    """Plans this training for `device`; each micro-batch asked for is one trace of a few seconds."""
-    window = min(params.batch.effective_batch_size, description["counts"]["train"])
+class Forecast:
+    """Predictions of one training, by traces; by two real steps and the line through them where it must be.
 
-    def predicted(size: int) -> Prediction:
-        batch = replace(params.batch, micro_batch_size=size)
-        samples = min(2 * size, window)
-        trace = measure(replace(params, batch=batch), description, samples, cuda=device.caches)
-        return predict(trace, size, device)
-
-    return Planner(predicted, window)
-
-
-def with_plan(params: Params, description: dict[str, Any], device: torch.device) -> Params:
-    """The params with the micro-batch that the plan chose; writes reports/plan.json.
-
-    A micro-batch that is a number is taken as it is. Raises UserError where not even 1 fits.
+    real: whether it may be by real steps.
     """
-    if params.batch.micro_batch_size != "auto":
-        PLAN.unlink(missing_ok=True)  # of another training
-        return params
-    asked = params.memory.budget_gib
+
+    def __init__(
+        self,
+        params: Params,
+        description: dict[str, Any],
+        device: Device,
+        tracer: Tracer,
+        *,
+        real: bool = True,
+    ) -> None:
+        self._params = params
+        self._device = device
+        self._tracer = tracer
+        self._real = real
+        self.window = min(params.batch.effective_batch_size, description["counts"]["train"])
+        self.untraceable = ""  # why, where that is so
+        self._traced: dict[tuple[Savers, int], Prediction] = {}
+        self._steps: dict[Savers, tuple[Prediction, Prediction]] = {}
+
+    def smallest(self, savers: Savers) -> int:
+        """2 for a model that normalises over a sample's single values, as deeplabv3 does; else 1."""
+        try:
+            self._trace(savers, 1)
+        except TracingError as error:
+            return 2 if SINGLE_VALUES in str(error) else 1
+        return 1
+
+    def __call__(self, savers: Savers, size: int) -> Prediction:
+        """Raises UserError where neither a trace nor a real step is possible."""
+        if not self.untraceable:
+            try:
+                return self._trace(savers, size)
+            except TracingError as error:
+                if not self._real:
+                    raise
+                self.untraceable = str(error)
+                print(f"plan: {error}. Instead a real step is taken and counted")
+        low, high = self._measured(savers)
+        return on_the_line(low, high, size) if low is not high else low
+
+    def _trace(self, savers: Savers, size: int) -> Prediction:
+        if (savers, size) not in self._traced:
+            self._traced[savers, size] = self._by(self._tracer.trace, savers, size)
+        return self._traced[savers, size]
+
+    def _measured(self, savers: Savers) -> tuple[Prediction, Prediction]:
+        """Real steps at micro-batches 1 and 2, as far as the window has so many samples."""
+        if savers not in self._steps:
+            try:
+                low, *high = (
+                    self._by(self._tracer.measure, savers, size) for size in range(1, min(2, self.window) + 1)
+                )
+            except UserError as error:
+                raise UserError(f"{self.untraceable}; nor can a real step be counted: {error}") from None
+            self._steps[savers] = low, high[0] if high else low
+        return self._steps[savers]
+
+    def _by(self, take: Callable[[Params, int], Trace], savers: Savers, size: int) -> Prediction:
+        batch = replace(self._params.batch, micro_batch_size=size)
+        memory = replace(self._params.memory, savers=list(savers))
+        samples = min(2 * size, self.window)
+        trace = take(replace(self._params, batch=batch, memory=memory), samples)
+        return predict(trace, size, self._device, samples=samples, savers=savers)
+
+
+def planner(forecast: Forecast, params: Params, description: dict[str, Any], device: Device) -> Planner:
+    chosen, choice = params.batch.micro_batch_size, combinations(params, description, cuda=device.caches)
+    return Planner(
+        forecast,
+        forecast.window,
+        combinations=choice,
+        smallest=forecast.smallest(choice[0]) if chosen == "auto" else 1,
+        fixed=chosen if isinstance(chosen, int) else None,
+        rates=device.rates,
+    )
+
+
+def with_plan(
+    params: Params, description: dict[str, Any], device: torch.device
+) -> tuple[Params, Plan | None]:
+    """The params with what the plan chose in place of each auto, and the plan; writes reports/plan.json.
+
+    Raises UserError where nothing fits. A model that cannot be traced has no plan where none is needed.
+    """
+    PLAN.unlink(missing_ok=True)  # of another training
+    asked, target = params.memory.budget_gib, devices.describe(device)
     budget = devices.budget(device) if asked == "auto" else round(float(asked) * GIB)
-    planned = planner(params, description, devices.describe(device))
-    print(f"plan: what fits into {budget / GIB:.2f} GiB of {device.type}?")
-    plan = planned.plan(budget)
+    with Tracer(description, cuda=target.caches) as tracer:
+        fixed = params.batch.micro_batch_size != "auto"
+        forecast = Forecast(params, description, target, tracer, real=not fixed)
+        planned = planner(forecast, params, description, target)
+        try:
+            plan = planned.plan(budget)
+        except TracingError as error:
+            print(f"plan: none, as {error}")
+            chosen = [] if params.memory.savers == "auto" else params.memory.savers
+            return replace(params, memory=replace(params.memory, savers=chosen)), None
     if not plan.fits:
         raise UserError(refusal(plan))
-    batch = replace(params.batch, micro_batch_size=plan.best.micro_batch_size)
+    best = plan.best
     write(plan, planned)
     print(
-        f"plan: micro-batch {plan.best.micro_batch_size}, {plan.accumulation_steps} accumulation steps, "
-        f"{in_mib(plan.best.required)} predicted"
+        f"plan: micro-batch {best.micro_batch_size}, {plan.accumulation_steps} accumulation steps, "
+        f"savers {' '.join(best.savers) or 'none'}, {in_mib(best.required)} predicted of "
+        f"{budget / GIB:.2f} GiB ({device.type})"
     )
-    return replace(params, batch=batch)
+    batch = replace(params.batch, micro_batch_size=best.micro_batch_size)
+    return replace(params, batch=batch, memory=replace(params.memory, savers=list(best.savers))), plan
 
 
 def refusal(plan: Plan) -> str:
@@ -63,11 +146,13 @@ def refusal(plan: Plan) -> str:
     best = plan.best
     biggest = sorted(best.components.items(), key=lambda entry: -entry[1])[:3]
     parts = ", ".join(f"{name.replace('_', ' ')} {in_mib(size)}" for name, size in biggest)
+    with_savers = f" with savers {' '.join(best.savers)}" if best.savers else ""
+    smaller = "batch.micro_batch_size: auto, " if best.micro_batch_size > 1 else ""
     return (
-        f"memory: micro-batch 1 takes {in_mib(best.required)}, {in_mib(best.required - plan.budget)} more "
-        f"than the budget of {in_mib(plan.budget)} ({parts}). Try a smaller data.image_size or model, "
-        "precision amp_bf16 or amp_fp16, model.freeze, train.ema_decay 0, optimizer sgd, or a larger "
-        "memory.budget_gib"
+        f"memory: micro-batch {best.micro_batch_size}{with_savers} takes {in_mib(best.required)}, "
+        f"{in_mib(best.required - plan.budget)} more than the budget of {in_mib(plan.budget)} ({parts}). Try "
+        f"{smaller}a smaller data.image_size or model, precision amp_bf16 or amp_fp16, model.freeze, "
+        "train.ema_decay 0, optimizer sgd, memory.savers auto, or a larger memory.budget_gib"
     )
 
 
@@ -76,11 +161,15 @@ def write(plan: Plan, planned: Planner) -> None:
     decision = {
         "micro_batch_size": plan.best.micro_batch_size,
         "accumulation_steps": plan.accumulation_steps,
+        "savers": list(plan.best.savers),
         "predicted_peak_bytes": plan.best.required,
+        "relative_time": round(plan.relative_time, 4),
     }
     evidence = {
         "budget_bytes": plan.budget,
         "window_samples": planned.window,
-        "predictions": [planned.known[size].as_dict() for size in sorted(planned.known)],
+        "assumed_rates": asdict(planned.rates),
+        "not_taken": [asdict(tried) for tried in plan.not_taken],
+        "predictions": [prediction.as_dict() for prediction in planned.known.values()],
     }
     files.write_json(PLAN, {"decision": decision, "evidence": evidence})

@@ -8,23 +8,34 @@ from typing import Any
 from pipeline import files, tracking
 from pipeline.engine import StepResult, Trainer
 from pipeline.memory import usage
+from pipeline.memory.usage import Measured, Meter
 
 TRAINING_CSV = Path("reports/training.csv")
 
 
 class Record:
-    """Rows at every `every` steps, at each change of the loss scale, skipped step and end of an epoch.
+    """Rows at every `every` steps, and where something happens: a change of the loss scale, a skipped step, a
+    count of the memory, the end of an epoch.
 
     A row's values are those of its step; samples_per_second and the device's peaks are of the steps since
     the row before. Non-finite values are left out: `train/nonfinite` says that there was one.
     """
 
     def __init__(
-        self, run: tracking.Run, trainer: Trainer, *, every: int, epoch_samples: int, accumulation_steps: int
+        self,
+        run: tracking.Run,
+        trainer: Trainer,
+        meter: Meter,
+        *,
+        every: int,
+        epoch_samples: int,
+        accumulation_steps: int,
     ) -> None:
         self.rows: list[dict[str, Any]] = []
         self._run = run
         self._trainer = trainer
+        self._meter = meter
+        self._counted: Measured | None = None  # of the memory, what was logged
         self._every = every
         self._epoch_samples = epoch_samples
         self._accumulation_steps = accumulation_steps
@@ -37,8 +48,11 @@ class Record:
         self._seconds += result.seconds
         self._samples += result.samples
         rescaled = before is not None and before.loss_scale != result.loss_scale
-        if result.step % self._every == 0 or rescaled or not result.applied:
-            self._add(self._row(result))
+        counted = self._meter.measured is not self._counted
+        self._counted = self._meter.measured
+        memory = {f"memory/{name}": value for name, value in self._meter.logged().items()} if counted else {}
+        if result.step % self._every == 0 or rescaled or not result.applied or counted:
+            self._add(self._row(result) | memory)
 
     def after_epoch(self, validation: dict[str, float]) -> None:
         """Joins the epoch's validation to the row of its last step."""

@@ -10,7 +10,7 @@ from pipeline import config, figures, files, models, provenance, tracking
 from pipeline.config import Params
 from pipeline.data import prepared
 from pipeline.engine import CollapseError, Trainer, accumulation_steps, depends_on_split
-from pipeline.memory import usage
+from pipeline.stages.account import Account
 from pipeline.stages.best import Best
 from pipeline.stages.planning import PLAN
 from pipeline.stages.record import TRAINING_CSV, Record
@@ -27,7 +27,12 @@ def run_name(params: Params) -> str:
 
 
 def log_start(
-    run: tracking.Run, params: Params, data: prepared.Prepared, trainer: Trainer, fresh: list[str]
+    run: tracking.Run,
+    params: Params,
+    data: prepared.Prepared,
+    trainer: Trainer,
+    account: Account,
+    fresh: list[str],
 ) -> None:
     """What is known before the first window: params, tags, inputs, and the memory that training holds."""
     source, batch = provenance.source(params), params.batch
@@ -54,12 +59,9 @@ def log_start(
     run.text(provenance.packages(), "packages.txt")
     run.file(prepared.FOLDER / "dataset.json")
     run.dataset(prepared.FOLDER, data.description)
-    components = usage.components(trainer.model, trainer.optimizer)
-    if PLAN.is_file():
+    if account.plan is not None:
         run.file(PLAN)
-        decision = files.read_json(PLAN, "train")["decision"]
-        components |= {"predicted_peak_reserved_mib": decision["predicted_peak_bytes"] / usage.MIB}
-    run.metrics({f"memory/{name}": value for name, value in components.items()}, step=0)
+    run.metrics({f"memory/{name}": value for name, value in account.known_before().items()}, step=0)
     run.flush()
 
 
@@ -69,6 +71,7 @@ def log_end(
     record: Record,
     best: Best,
     trainer: Trainer,
+    account: Account,
     data: prepared.Prepared,
     transform: models.Transform,
 ) -> None:
@@ -77,14 +80,16 @@ def log_end(
     tracking.save_reference(run, trainer.state.step)
     run.file(TRAINING_CSV)
     run.json(trainer.precision.state_dict(), "scaler.json")
-    for name, figure in run_figures(record, trainer).items():
+    errors = account.known_after(record.rows)
+    run.metrics({f"memory/{name}": value for name, value in errors.items()}, trainer.state.step)
+    for name, figure in run_figures(record, account).items():
         run.figure(figure, f"figures/{name}.png")
         figures.close(figure)
     if params.tracking.log_model:
         loaded = models.load_model()
         example = torch.from_numpy(np.array(data.splits["validation"].images[:2]))
         run.model(loaded.model, transform(example).numpy())
-    text = description(params, best, trainer)
+    text = description(params, best, trainer, account)
     run.describe(text)
     print(text.replace("**", "").replace("`", ""))
 
@@ -96,23 +101,15 @@ def log_collapse(run: tracking.Run, error: CollapseError) -> None:
     run.describe(f"**Collapsed.** {error}")
 
 
-def run_figures(record: Record, trainer: Trainer) -> dict[str, Any]:
-    device = trainer.precision.device.type
-    metric, name = (
-        ("memory/peak_allocated_mib", "peak allocated (device)")
-        if device == "cuda"
-        else ("memory/host_peak_rss_mib", "peak of the process (host)")
-    )
-    peak = max(row.get(metric, 0.0) for row in record.rows)
-    components = usage.components(trainer.model, trainer.optimizer)
+def run_figures(record: Record, account: Account) -> dict[str, Any]:
     return {
         "loss_and_accuracy": figures.loss_and_accuracy(record.rows),
         "loss_scale": figures.loss_scale(record.rows),
-        "memory_by_component": figures.memory_by_component(components, (name, peak)),
+        "memory_by_component": account.figure(record.rows),
     }
 
 
-def description(params: Params, best: Best, trainer: Trainer) -> str:
+def description(params: Params, best: Best, trainer: Trainer, account: Account) -> str:
     """What a person reads first on the run page; markdown, a sentence a line."""
     state, batch = trainer.state, params.batch
     steps = accumulation_steps(batch.effective_batch_size, batch.planned)
@@ -121,7 +118,9 @@ def description(params: Params, best: Best, trainer: Trainer) -> str:
         f"**val/accuracy {best.accuracy:.4f}** at epoch {best.epoch} of {params.train.epochs} "
         f"(the {kept}).\n\n"
         f"Plan: effective batch {batch.effective_batch_size} = {steps} micro-batches of "
-        f"{batch.planned}, {params.precision}, {trainer.precision.device.type}.\n\n"
+        f"{batch.planned}, {params.precision}, {trainer.precision.device.type}, savers: "
+        f"{', '.join(params.memory.chosen) or 'none'}.\n\n"
+        f"{account.sentence()}\n\n"
         f"{state.skipped_steps} of {state.step} steps were skipped (non-finite gradient).\n\n"
         f"Model: `{Path(models.FOLDER) / 'model.safetensors'}`."
     )

@@ -26,6 +26,7 @@ from pipeline.engine import (
     freeze,
 )
 from pipeline.errors import UserError
+from pipeline.stages.savers import caches_casts, save_activations, save_state, saving
 
 
 def seed_everything(seed: int) -> None:
@@ -44,6 +45,11 @@ def image_set(data: prepared.Prepared) -> models.ImageSet:
 def build_model(params: Params, images: models.ImageSet) -> tuple[nn.Module, models.Transform, list[str]]:
     """The model with what it starts from, its transform, and the names of the weights that are fresh."""
     section, classes = params.model, len(images.classes)
+    if (kind := models.kind(section.name)) != "classification":
+        raise UserError(
+            f"model.name {section.name} is a {kind} model: it can be planned (python -m pipeline plan), and "
+            "not trained here"
+        )
     model = models.build(section.name, section.args, classes, images.channels)
     transform = models.prepare_transform(model, section.name, section.weights, images)
     models.check_forward(model, section.name, transform, classes)
@@ -93,11 +99,12 @@ def class_weights(chosen: str | list[float], data: prepared.Prepared) -> list[fl
 def build_trainer(
     params: Params,
     model: nn.Module,
-    transform: models.Transform,
-    data: prepared.Prepared,
+    forward: Callable[..., Any],
+    loss: Callable[..., Any],
     *,
     total_steps: int,
 ) -> Trainer:
+    """The step that params.yaml describes, with a forward and a loss as engine.Trainer takes them."""
     chosen, scaler, device = params.optimizer, params.scaler, next(model.parameters()).device
     settings = ScalerSettings(
         scaler.init_scale,
@@ -108,21 +115,26 @@ def build_trainer(
     )
     try:
         freeze(model, params.model.freeze)
+        save_activations(params, model)
         optimizer = build_optimizer(
             model, chosen.name, lr=chosen.lr, weight_decay=chosen.weight_decay, momentum=chosen.momentum
         )
+        save_state(params, optimizer)
         trainer = Trainer(
             model,
             optimizer,
-            build_loss(params, data),
+            loss,
             precision=Precision(
-                params.precision, device, settings if params.precision == "amp_fp16" else None
+                params.precision,
+                device,
+                settings if params.precision == "amp_fp16" else None,
+                cache_casts=caches_casts(params.memory.chosen),
             ),
             micro_batch_size=params.batch.planned,
             max_grad_norm=chosen.max_grad_norm,
             schedule=Schedule(params.schedule.name, total_steps, params.schedule.warmup_fraction),
             average=WeightAverage(model, params.train.ema_decay),
-            forward=build_forward(params, model, transform),
+            forward=saving(params, forward, model),
             batchnorm_per_window=params.train.batchnorm_per_window,
             max_consecutive_skips=scaler.max_consecutive_skips,
             sample_ids=lambda window: window["ids"],

@@ -1,100 +1,214 @@
-"""One trace, in a process of its own: the training that params.yaml describes, on fake tensors.
+"""Traces of the training that params.yaml describes, on fake tensors, in a process of their own.
 
-    python -m pipeline.stages.tracing < request.json > trace.json
+    python -m pipeline.stages.tracing          # a request a line in, an answer a line out, both JSON
 
-A trace changes torch for the whole process (see memory.cuda_rules), so `measure` starts one for each.
+CUDA's rules change torch for the whole process (see memory.cuda_rules), so those traces are made by a worker,
+which imports torch once for all of them. A trace by the CPU's own rules changes nothing and is made here.
 """
 
 import json
 import os
 import subprocess
 import sys
+import tempfile
+import threading
 from dataclasses import asdict, replace
 from typing import Any
 
+import psutil
 import torch
+from torch import nn
 
 from pipeline import config, models
 from pipeline.config import Params
 from pipeline.data import prepared
 from pipeline.engine import Trainer
+from pipeline.engine.window import Batch
 from pipeline.errors import UserError
+from pipeline.memory.cuda_rules import install_autocast_lists
 from pipeline.memory.ledger import Peak
-from pipeline.memory.trace import Trace, TraceError, trace_step, without_memory
-from pipeline.stages.setup import build_trainer, image_set
+from pipeline.memory.trace import (
+    CUDA_ROUNDING,
+    Trace,
+    TraceError,
+    count_step,
+    trace_step,
+    without_memory,
+)
+from pipeline.memory.workload import WORKLOADS
+from pipeline.stages.setup import build_forward, build_loss, build_trainer, image_set
 
 SECONDS = 300  # after which a trace is given up; one takes 2 to 10
+HOST_COPIES = 6  # a real step's weights, gradients, state and casts, and as much again for activations
 
 
-def measure(params: Params, description: dict[str, Any], samples: int, *, cuda: bool) -> Trace:
-    """Traces one window of `samples` samples at batch.micro_batch_size. Raises UserError where that fails.
+class TracingError(UserError):
+    """A model that cannot be traced; the message names operation and module."""
+
+
+class Tracer:
+    """Makes traces, each of one window of `samples` samples; a context manager, because of its worker.
 
     description: dataset.json's content. cuda: by CUDA's rules, else by this CPU's.
     """
-    request = {
-        "params": config.to_yaml(params),
-        "description": description,
-        "samples": samples,
-        "cuda": cuda,
-    }
-    command = [sys.executable, "-W", "ignore", "-m", "pipeline.stages.tracing"]
-    done = subprocess.run(
-        command,
-        input=json.dumps(request),
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},  # nothing of it may touch a device
-    )
-    if done.returncode:
-        reason = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "no message"
-        raise UserError(f"model {params.model.name} cannot be traced: {reason}")
-    answer = json.loads(done.stdout)
-    events = [(key, size) for key, size in answer["events"]]
-    return Trace(Peak(**answer["peak"]), answer["peaks"], events, answer["seconds"])
+
+    def __init__(self, description: dict[str, Any], *, cuda: bool) -> None:
+        self._description = description
+        self._cuda = cuda
+        self._worker: subprocess.Popen[str] | None = None
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed in __exit__
+
+    def __enter__(self) -> "Tracer":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self._worker is not None:
+            self._worker.kill()
+            self._worker.communicate()
+        self._errors.close()
+
+    def trace(self, params: Params, samples: int) -> Trace:
+        """On fake tensors. Raises TracingError where the model does not allow that."""
+        if self._cuda:
+            return self._asked(params, samples, real=False)
+        try:
+            return trace(as_traced(params), self._description, samples, cuda=False)
+        except TraceError as error:
+            raise TracingError(_untraceable(params, error)) from None
+
+    def measure(self, params: Params, samples: int) -> Trace:
+        """On real tensors of the CPU: one step is taken and counted, which needs the memory to do so."""
+        return self._asked(params, samples, real=True)
+
+    def _asked(self, params: Params, samples: int, *, real: bool) -> Trace:
+        request = {
+            "params": config.to_yaml(params),
+            "description": self._description,
+            "samples": samples,
+            "cuda": self._cuda,
+            "real": real,
+        }
+        worker = self._started()
+        assert worker.stdin is not None
+        assert worker.stdout is not None
+        timer = threading.Timer(SECONDS, worker.kill)
+        timer.start()
+        try:
+            worker.stdin.write(json.dumps(request) + "\n")
+            worker.stdin.flush()
+            line = worker.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        finally:
+            timer.cancel()
+        if not line:
+            self._worker = None
+            raise TracingError(_untraceable(params, self._last_words(worker.wait())))
+        answer = json.loads(line)
+        if "error" in answer:
+            raise (TracingError if answer["traced"] else UserError)(answer["error"])
+        events = [(key, size) for key, size in answer.pop("events")]
+        return Trace(**answer | {"peak": Peak(**answer["peak"]), "events": events})
+
+    def _last_words(self, code: int) -> str:
+        self._errors.seek(0)
+        lines = self._errors.read().strip().splitlines()
+        return lines[-1] if lines else f"its process ended with {code}"
+
+    def _started(self) -> subprocess.Popen[str]:
+        if self._worker is None:
+            self._worker = subprocess.Popen(
+                [sys.executable, "-W", "ignore", "-m", "pipeline.stages.tracing"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                text=True,
+                env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},  # nothing of it may touch a device
+            )
+        return self._worker
+
+
+def _untraceable(params: Params, reason: object) -> str:
+    return f"model {params.model.name} cannot be traced: {reason}"
+
+
+def as_traced(params: Params) -> Params:
+    """Compiled code is traced as what it was made from, and channels_last has the same bytes."""
+    return replace(params, execution=replace(params.execution, compile=False, channels_last=False))
 
 
 def trace(params: Params, description: dict[str, Any], samples: int, *, cuda: bool) -> Trace:
-    """As `measure`, in this process."""
-    data = prepared.Prepared(description, {})
-    images = image_set(data)
+    """One window on fake tensors, in this process. Raises TraceError."""
 
-    def build() -> tuple[Trainer, dict[str, torch.Tensor]]:
-        section, classes = params.model, len(images.classes)
-        model = without_memory(lambda: models.build(section.name, section.args, classes, images.channels))
-        transform = models.prepare_transform(model, section.name, "none", images)
-        trainer = build_trainer(params, model.train(), transform, data, total_steps=1)
-        window = {
-            "images": torch.zeros(samples, images.channels, images.size, images.size, dtype=torch.uint8),
-            "labels": torch.zeros(samples, dtype=torch.int64),
-            "ids": torch.arange(samples),
-        }
-        return trainer, window
+    def build() -> tuple[Trainer, Batch]:
+        model = without_memory(lambda: build_model(params, description))
+        return trained(params, model, description, samples)
 
     return trace_step(build, cuda=cuda)
 
 
-def main() -> int:
-    request = json.load(sys.stdin)
-    answers, sys.stdout = sys.stdout, sys.stderr  # what a model prints is no answer
-    params = config.parse(request["params"])
-    # compiled code is traced as what it was made from, and channels_last has the same bytes
-    execution = replace(params.execution, compile=False, channels_last=False)
-    try:
-        result = trace(
-            replace(params, execution=execution),
-            request["description"],
-            request["samples"],
-            cuda=request["cuda"],
+def measure(params: Params, description: dict[str, Any], samples: int, *, cuda: bool) -> Trace:
+    """One window on real tensors, in this process. Raises UserError where the host has not the memory."""
+    if cuda:
+        install_autocast_lists()
+    model = build_model(params, description)
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    available = psutil.virtual_memory().available
+    if weights * HOST_COPIES > available:
+        raise UserError(
+            f"{_untraceable(params, 'and a real step of it needs more than the')} "
+            f"{available / 2**30:.1f} GiB that are free here"
         )
-    except (UserError, TraceError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    json.dump(asdict(result), answers)
-    answers.flush()  # Python flushes at its end what is sys.stdout then
-    return 0
+    return count_step(*trained(params, model, description, samples), round_to=CUDA_ROUNDING if cuda else 1)
+
+
+def build_model(params: Params, description: dict[str, Any]) -> nn.Module:
+    section = params.model
+    return models.build(section.name, section.args, len(description["classes"]), description["shape"][0])
+
+
+def trained(
+    params: Params, model: nn.Module, description: dict[str, Any], samples: int
+) -> tuple[Trainer, Batch]:
+    """The step and a blank window: as train has them, or of the kind of a model that is planned alone."""
+    kind = models.kind(params.model.name)
+    if kind != "classification":
+        work = WORKLOADS[kind]
+        trainer = build_trainer(params, model.train(), work.forward, work.loss, total_steps=1)
+        return trainer, work.window(samples, description["shape"][-1])
+    data = prepared.Prepared(description, {})
+    transform = models.prepare_transform(model, params.model.name, "none", image_set(data))
+    forward, loss = build_forward(params, model, transform), build_loss(params, data)
+    trainer = build_trainer(params, model.train(), forward, loss, total_steps=1)
+    return trainer, blank(description, samples)
+
+
+def blank(description: dict[str, Any], samples: int) -> dict[str, torch.Tensor]:
+    channels, height, width = description["shape"]
+    return {
+        "images": torch.zeros(samples, channels, height, width, dtype=torch.uint8),
+        "labels": torch.zeros(samples, dtype=torch.int64),
+        "ids": torch.arange(samples),
+    }
+
+
+def answered(request: dict[str, Any]) -> dict[str, Any]:
+    params = as_traced(config.parse(request["params"]))
+    try:
+        take = measure if request["real"] else trace
+        result = take(params, request["description"], request["samples"], cuda=request["cuda"])
+    except TraceError as error:
+        return {"error": _untraceable(params, error), "traced": True}
+    except UserError as error:
+        return {"error": str(error), "traced": False}
+    return asdict(result)
+
+
+def main() -> None:
+    answers, sys.stdout = sys.stdout, sys.stderr  # what a model prints is no answer
+    for line in sys.stdin:
+        print(json.dumps(answered(json.loads(line))), file=answers, flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -9,6 +9,7 @@ from pipeline.data.loader import WindowLoader
 from pipeline.engine import CollapseError, StepResult, Trainer, accumulation_steps, fit
 from pipeline.errors import UserError
 from pipeline.memory.host import keep_freed_memory
+from pipeline.stages.account import Account
 from pipeline.stages.best import Best
 from pipeline.stages.device import choose_device, note_on_precision, set_determinism
 from pipeline.stages.guard import check_dependency, inputs_unchanged, run_stage
@@ -16,7 +17,15 @@ from pipeline.stages.planning import with_plan
 from pipeline.stages.progress import TrainingProgress
 from pipeline.stages.record import TRAINING_CSV, Record
 from pipeline.stages.report import DIAGNOSIS, log_collapse, log_end, log_start, run_name
-from pipeline.stages.setup import build_model, build_trainer, image_set, note_on_split, seed_everything
+from pipeline.stages.setup import (
+    build_forward,
+    build_loss,
+    build_model,
+    build_trainer,
+    image_set,
+    note_on_split,
+    seed_everything,
+)
 
 
 def train(params: Params) -> None:
@@ -26,7 +35,7 @@ def train(params: Params) -> None:
     data = prepared.open_prepared()
     device = choose_device(params.execution.device)
     note_on_precision(params.precision, device)
-    params = with_plan(params, data.description, device)
+    params, plan = with_plan(params, data.description, device)
     seed_everything(params.seed)
     set_determinism(params.train.deterministic, device)
     if device.type == "cpu":
@@ -39,13 +48,20 @@ def train(params: Params) -> None:
     loader = WindowLoader(
         data.splits["train"], params.batch.effective_batch_size, seed=params.seed, workers=workers
     )
-    trainer = build_trainer(params, model, transform, data, total_steps=len(loader) * params.train.epochs)
+    trainer = build_trainer(
+        params,
+        model,
+        build_forward(params, model, transform),
+        build_loss(params, data),
+        total_steps=len(loader) * params.train.epochs,
+    )
+    account = Account(plan, trainer, count=not params.execution.compile)
     with (
         tracking.training_run(params.tracking.experiment, run_name(params)) as run,
         inputs_unchanged("train"),
     ):
-        log_start(run, params, data, trainer, fresh)
-        record, best = fit_recorded(params, trainer, transform, data, loader, run)
+        log_start(run, params, data, trainer, account, fresh)
+        record, best = fit_recorded(params, account, trainer, transform, data, loader, run)
         models.save_model(
             best.finite_weights(),
             name=params.model.name,
@@ -53,7 +69,7 @@ def train(params: Params) -> None:
             transform=transform,
             images=images,
         )
-        log_end(run, params, record, best, trainer, data, transform)
+        log_end(run, params, record, best, trainer, account, data, transform)
 
 
 def check_own_files(params: Params) -> None:
@@ -65,6 +81,7 @@ def check_own_files(params: Params) -> None:
 
 def fit_recorded(
     params: Params,
+    account: Account,
     trainer: Trainer,
     transform: models.Transform,
     data: prepared.Prepared,
@@ -76,6 +93,7 @@ def fit_recorded(
     record = Record(
         run,
         trainer,
+        account.meter,
         every=params.tracking.log_every_steps,
         epoch_samples=len(data.splits["train"]),
         accumulation_steps=accumulation_steps(batch.effective_batch_size, batch.planned),
@@ -104,6 +122,7 @@ def fit_recorded(
                 trainer,
                 loader.epoch,
                 epochs=params.train.epochs,
+                step=account.step,
                 after_step=after_step,
                 after_epoch=after_epoch,
             )

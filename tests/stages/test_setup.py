@@ -17,7 +17,14 @@ from pipeline.data.sources import Labelled
 from pipeline.engine import Trainer
 from pipeline.errors import UserError
 from pipeline.stages.best import Best
-from pipeline.stages.setup import build_model, build_trainer, image_set, note_on_split
+from pipeline.stages.setup import (
+    build_forward,
+    build_loss,
+    build_model,
+    build_trainer,
+    image_set,
+    note_on_split,
+)
 
 COUNTS = (16, 4)  # training samples of the two classes
 
@@ -39,13 +46,15 @@ def built(data: prepared.Prepared) -> Callable[..., Trainer]:
         """changes: dotted keys, with __ for the dot."""
         values = yaml.safe_load(Path("params.yaml").read_text())
         values["precision"] = "fp32"
+        values["memory"]["savers"] = []
         for name, value in changes.items():
             section, _, key = name.partition("__")
             values[section][key] = value
         params = config.parse(yaml.safe_dump(values))
         torch.manual_seed(0)
         model, transform, _ = build_model(params, image_set(data))
-        return build_trainer(params, model, transform, data, total_steps=10)
+        forward, loss = build_forward(params, model, transform), build_loss(params, data)
+        return build_trainer(params, model, forward, loss, total_steps=10)
 
     return build
 
