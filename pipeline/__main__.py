@@ -58,6 +58,9 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--budget", metavar="GIB,GIB", default="", help="of CUDA devices; without: this device's free memory"
     )
+    plan.add_argument(
+        "--largest", action="store_true", help="name the largest torchvision classifier for each budget too"
+    )
     plan.add_argument("--json", action="store_true", help="print JSON instead of tables")
     plan.add_argument("--figure", metavar="FILE", help="draw the budgets' predicted peaks into this file")
     ui = commands.add_parser("ui", help="the MLflow UI on this project's runs, on 127.0.0.1")
@@ -72,7 +75,13 @@ def _command(options: argparse.Namespace) -> int:
     if options.command == "plan":
         from pipeline.stages import plan  # it imports torch: the other commands start without
 
-        return plan.show(options.overrides, options.budget, as_json=options.json, figure=options.figure)
+        return plan.show(
+            options.overrides,
+            options.budget,
+            as_json=options.json,
+            figure=options.figure,
+            with_largest=options.largest,
+        )
     if options.command == "ui":
         tracking.serve_ui(config.load().tracking.experiment, options.port)
     for stage in STAGES if options.command == "run" else [options.command]:

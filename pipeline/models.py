@@ -99,6 +99,14 @@ def torchvision_names() -> list[str]:
     return sorted(torchvision.models.list_models(module=torchvision.models))
 
 
+def torchvision_sizes() -> dict[str, int]:
+    """Parameters of each of torchvision's classifiers, as they come, for the 1,000 classes of ImageNet."""
+    import torchvision
+
+    weights = torchvision.models.get_model_weights
+    return {name: int(weights(name).DEFAULT.meta["num_params"]) for name in torchvision_names()}
+
+
 def kind(name: str) -> str:
     """classification; for models of torchvision that are planned and not trained, segmentation or video."""
     import torchvision
@@ -280,9 +288,18 @@ def _local_weights(path: Path) -> dict[str, Tensor]:
 
 
 def save_model(
-    state: dict[str, Tensor], *, name: str, args: dict[str, Any], transform: Transform, images: ImageSet
+    state: dict[str, Tensor],
+    *,
+    name: str,
+    args: dict[str, Any],
+    transform: Transform,
+    images: ImageSet,
+    micro_batch_size: int,
 ) -> None:
-    """Writes models/model.safetensors and model.json, each whole or not at all, the description last."""
+    """Writes models/model.safetensors and model.json, each whole or not at all, the description last.
+
+    micro_batch_size: that the training ended with, which is smaller than planned after out of memory.
+    """
     tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in state.items()}
     with files.whole(FOLDER / "model.safetensors") as temporary:
         save_file(tensors, temporary)
@@ -292,6 +309,7 @@ def save_model(
         "classes": images.classes,
         "channels": images.channels,
         "transform": asdict(transform),
+        "micro_batch_size": micro_batch_size,
         "sha256": files.sha256(FOLDER / "model.safetensors"),
     }
     files.write_json(FOLDER / "model.json", description)

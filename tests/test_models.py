@@ -93,7 +93,12 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
     model = models.build("small_cnn", {"width": 8}, 10, 1).eval()
     transform = models.prepare_transform(model, "small_cnn", "none", GREY)
     models.save_model(
-        model.state_dict(), name="small_cnn", args={"width": 8}, transform=transform, images=GREY
+        model.state_dict(),
+        name="small_cnn",
+        args={"width": 8},
+        transform=transform,
+        images=GREY,
+        micro_batch_size=4,
     )
     return model
 
@@ -111,7 +116,9 @@ def test_the_same_weights_give_the_same_bytes(saved: nn.Module) -> None:
     before = [path.read_bytes() for path in paths]
     state = dict(reversed(list(saved.state_dict().items())))
     transform = models.load_model().transform
-    models.save_model(state, name="small_cnn", args={"width": 8}, transform=transform, images=GREY)
+    models.save_model(
+        state, name="small_cnn", args={"width": 8}, transform=transform, images=GREY, micro_batch_size=4
+    )
     assert [path.read_bytes() for path in paths] == before
 
 

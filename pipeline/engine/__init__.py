@@ -18,6 +18,7 @@ from pipeline.engine.offload import offloaded
 from pipeline.engine.optimizer import allocate_state, build_optimizer, freeze, state_tensors
 from pipeline.engine.precision import Precision, ScalerSettings
 from pipeline.engine.recompute import recompute, repeated_blocks
+from pipeline.engine.recovery import DoesNotFitError, Recovery
 from pipeline.engine.schedule import Schedule
 from pipeline.engine.state import TrainState
 from pipeline.engine.step import CollapseError, StepResult, Trainer
@@ -27,8 +28,10 @@ __all__ = [
     "CollapseError",
     "CrossEntropy",
     "Diagnosis",
+    "DoesNotFitError",
     "MeanSquaredError",
     "Precision",
+    "Recovery",
     "ScalerSettings",
     "Schedule",
     "StepResult",

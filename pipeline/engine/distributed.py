@@ -14,6 +14,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from pipeline.engine.out_of_memory import is_out_of_memory
+
+FINE, OUT_OF_MEMORY, FAILED = range(3)  # how a rank's part of a window went
+
+
+class OtherRankError(RuntimeError):
+    """This rank's part of the window was fine; another rank ran out of memory in its own."""
+
 
 class Ranks:
     """The processes that train `model` together; without DDP there is one, and nothing is communicated."""
@@ -31,6 +39,7 @@ class Ranks:
         self.model = wrapped[0] if wrapped else None  # torch.compile and own modules may stand around it
         self.group = self.model.process_group if self.model else None
         self.size = dist.get_world_size(self.group) if self.model else 1
+        self._deferred = False
 
     def total(self, samples: int, device: torch.device) -> int | Tensor:
         """The window's samples over all ranks; of several ranks it stays on the device."""
@@ -48,4 +57,50 @@ class Ranks:
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
         """Around forward and backward of a micro-batch: the last one of a window synchronises."""
-        return self.model.no_sync() if self.model and not last else nullcontext()
+        waits = self._deferred or not last
+        return self.model.no_sync() if self.model and waits else nullcontext()
+
+    def defer(self) -> None:
+        """From now on no backward communicates: gradients are averaged in `finish`, when all went well.
+
+        That is what recovery from out of memory needs; it costs the overlap of communication and backward.
+        """
+        self._deferred = self.size > 1
+
+    def finish(self, error: Exception | None, device: torch.device) -> None:
+        """After the last micro-batch, or where one failed: averages the gradients, if every rank has its own.
+
+        Raises OtherRankError where another rank ran out of memory, RuntimeError where it failed otherwise.
+        """
+        if not self._deferred:
+            return
+        went = FINE if error is None else OUT_OF_MEMORY if is_out_of_memory(error) else FAILED
+        worst = self._reduced(went, dist.ReduceOp.MAX, device)
+        if error is not None:
+            return  # it is on its way to whoever can tell
+        if worst == OUT_OF_MEMORY:
+            raise OtherRankError("another rank ran out of memory")
+        if worst == FAILED:
+            raise RuntimeError("another rank failed in its part of this window")
+        self._average_gradients(device)
+
+    def smallest(self, value: int, device: torch.device) -> int:
+        """Of what the ranks ask for."""
+        return self._reduced(value, dist.ReduceOp.MIN, device) if self.size > 1 else value
+
+    def _average_gradients(self, device: torch.device) -> None:
+        assert self.model is not None
+        parameters = [one for one in self.model.parameters() if one.requires_grad]
+        have = torch.tensor([one.grad is not None for one in parameters], dtype=torch.int32, device=device)
+        dist.all_reduce(have, op=dist.ReduceOp.MAX, group=self.group)
+        for parameter, anywhere in zip(parameters, have.tolist(), strict=True):
+            if anywhere:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                dist.all_reduce(parameter.grad, group=self.group)
+                parameter.grad /= self.size
+
+    def _reduced(self, value: int, operation: Any, device: torch.device) -> int:
+        values = torch.tensor([value], device=device)
+        dist.all_reduce(values, op=operation, group=self.group)
+        return int(values.item())

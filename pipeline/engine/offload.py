@@ -7,8 +7,8 @@ same gradients.
 
 What stays on the device: parameters, buffers and the micro-batch, which are there anyhow; half-precision
 casts of parameters, which autocast keeps for the whole window; and small storages, whose copies cost more
-time than they free memory. A storage is copied once, however many tensors of it are saved, and only the
-part of it that they need.
+time than they free memory. A storage is copied once, however many tensors of it are saved; where
+one needs less than half of it, only that part.
 
 On CUDA the copies out run on a stream of their own beside the computation. The device memory of the last
 few is held until the computing stream has been told to wait for them: so it is free for what is computed

@@ -145,7 +145,8 @@ class Trainer:
         self._assumed_items = 1.0  # per sample, in the present window
         self._unlearnable = 0  # windows in a row
         self._parameters = list(model.parameters())
-        self._ranks = Ranks(model)
+        self.ranks = Ranks(model)
+        self.replayable = True  # the window that is being trained on, from its start: nothing has moved yet
         self.scale_history: deque[tuple[int, float]] = deque(maxlen=SCALE_CHANGES_KEPT)
         self._statistics = BatchNormStatistics(model, batchnorm_per_window)
         self._buffers = Buffers(model, steady=self._statistics.buffers)
@@ -153,6 +154,7 @@ class Trainer:
     def step(self, window: Batch) -> StepResult:
         """Trains on one window; raises CollapseError when training cannot go on."""
         started = time.perf_counter()
+        self.replayable = True
         rate = self._set_learning_rate()
         self._buffers.save()
         self._clear_gradients()  # what something else left there is not of this window
@@ -173,12 +175,18 @@ class Trainer:
         return result
 
     def _attempt(self, window: Batch, started: float, rate: float) -> StepResult:
-        of_ranks = self._ranks.total(samples(window), self.precision.device)
-        losses, items = self._accumulate(window, of_ranks)
+        of_ranks = self.ranks.total(samples(window), self.precision.device)
+        try:
+            losses, items = self._accumulate(window, of_ranks)
+        except Exception as error:
+            self.ranks.finish(error, self.precision.device)
+            raise
+        self.ranks.finish(None, self.precision.device)
         gradients = [p.grad for p in owned_parameters(self.optimizer) if p.grad is not None]
         if gradients:
             self.precision.unscale(self.optimizer)
         read = self._read(losses, gradients, items, of_ranks)
+        self.replayable = False
         empty = not gradients or read.items == 0
         # the gradients are divided by samples * items_per_sample; a mean over items is wanted
         factor = 1.0 if empty else read.samples * self._assumed_items / read.items
@@ -219,13 +227,13 @@ class Trainer:
         batches = micro_batches(window, self.micro_batch_size)
         with self._statistics.window(), self.precision.autocast():
             for index, batch in enumerate(on_device(batches, self.precision.device), start=1):
-                with self._ranks.accumulating(last=index == len(batches)):
+                with self.ranks.accumulating(last=index == len(batches)):
                     with self._statistics.micro_batch():
                         loss, count = checked(self.loss(*self.forward(self.model, batch)))
                     if loss.requires_grad:  # a constant loss has no gradient to add
                         if seed is None:
                             self._assumed_items = self._items_of_a_sample(count, batch)
-                            divisor = total * self._assumed_items / self._ranks.size
+                            divisor = total * self._assumed_items / self.ranks.size
                             seed = self.precision.seed(loss, divisor)
                         self.precision.backward(loss, seed)
                 losses.append(loss.detach())
@@ -235,7 +243,7 @@ class Trainer:
     def _items_of_a_sample(self, count: int | Tensor, batch: Batch) -> float:
         """A power of two, alike on all ranks: of the last window, or of the first micro-batch there is."""
         known = self.state.items_per_sample
-        if known or isinstance(count, Tensor) or count <= 0 or self._ranks.size > 1:
+        if known or isinstance(count, Tensor) or count <= 0 or self.ranks.size > 1:
             return known or 1.0
         return _power_of_two(count / samples(batch))
 
@@ -245,9 +253,9 @@ class Trainer:
         """Brings what the decision needs to the host, summed over the ranks where there are several."""
         loss = torch.stack(losses).sum() if losses else torch.zeros((), device=self.precision.device)
         norm = _norm(gradients) if gradients else torch.zeros_like(loss)
-        counted = isinstance(items, Tensor) or self._ranks.size > 1
+        counted = isinstance(items, Tensor) or self.ranks.size > 1
         sums = [loss] + ([_as_tensor(items, loss.device)] if counted else [])
-        summed = self._ranks.sum(torch.stack([value.detach().double() for value in sums]))
+        summed = self.ranks.sum(torch.stack([value.detach().double() for value in sums]))
         others = [norm, *self.precision.scale_and_tracker()] + ([total] if isinstance(total, Tensor) else [])
         packed = torch.cat([summed, torch.stack([value.double() for value in others])])
         loss_sum, *rest = self.read_device(packed)
@@ -321,7 +329,7 @@ class Trainer:
         self._buffers.save()
         with self._statistics.window(), self.precision.autocast():
             for batch in on_device(micro_batches(window, self.micro_batch_size), self.precision.device):
-                with self._ranks.accumulating(last=False):  # each rank looks at its own part
+                with self.ranks.accumulating(last=False):  # each rank looks at its own part
                     found = first_nonfinite(
                         self.model,
                         batch,

@@ -61,8 +61,8 @@ class Planner:
     """Plans for one configuration and any number of budgets; each micro-batch is traced once.
 
     measure: the prediction with savers at a micro-batch. window: samples in the largest window, the effective
-    batch or the data set if that is smaller. combinations: of savers, to choose from. smallest: the smallest
-    micro-batch that the model can do. fixed: the micro-batch, where that is not to be chosen.
+    batch or the data set if that is smaller. combinations: of savers, to choose from, the most saving last.
+    smallest: micro-batch that the model can do. fixed: the micro-batch, where that is not to be chosen.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class Planner:
 
     def _least_memory(self) -> Prediction:
         """What takes least, as far as it can be told: with all the savers there are, or what was traced."""
-        self.at(max(self._combinations, key=len), self._smallest)
+        self.at(self._combinations[-1], self._smallest)
         smallest = [one for one in self.known.values() if one.micro_batch_size == self._smallest]
         return min(smallest, key=lambda one: one.required)
 

@@ -1,9 +1,9 @@
-"""The memory account of a run: what was predicted of it beside what was measured."""
+"""The memory account of a run: what was predicted, what was measured, how often it was not enough."""
 
 from typing import Any
 
 from pipeline import figures
-from pipeline.engine import Trainer
+from pipeline.engine import Recovery, Trainer
 from pipeline.memory import usage
 from pipeline.memory.devices import GIB
 from pipeline.memory.planner import Plan
@@ -18,8 +18,9 @@ class Account:
 
     def __init__(self, plan: Plan | None, trainer: Trainer, *, count: bool) -> None:
         self.plan = plan
-        self.meter = Meter(trainer, trainer.step)
-        self.step = self.meter.step if count else trainer.step
+        self.recovery = Recovery(trainer)
+        self.meter = Meter(trainer, self.recovery.step)
+        self.step = self.meter.step if count else self.recovery.step
         self._trainer = trainer
 
     def known_before(self) -> dict[str, float]:
@@ -39,6 +40,12 @@ class Account:
         """For the run's description."""
         measured = self.meter.measured
         counted = f"{_mib(measured.peak.total)} counted" if measured else "not counted"
+        if retries := self.recovery.retries:
+            size = self._trainer.micro_batch_size
+            counted += (
+                f". **Out of memory {retries} times**: windows were taken again, and the micro-batch became "
+                f"{size}. Set batch.micro_batch_size to that, or memory.budget_gib lower"
+            )
         if self.plan is None:
             return f"Tensors at the peak of a step: {counted}."
         best = self.plan.best

@@ -17,13 +17,14 @@ from pipeline.memory.prediction import CUDA, MIB, Device, Prediction
 from pipeline.memory.trace import without_memory
 from pipeline.memory.workload import CHANNELS, CLASSIFICATION, WORKLOADS
 from pipeline.stages.device import choose_device
+from pipeline.stages.largest import largest
 from pipeline.stages.planning import Forecast, planner
 from pipeline.stages.tracing import Tracer
 
 OWN_PARTS = ("rounding", "context", "workspaces")  # of a prediction, besides the tensors' components
 
 
-def show(overrides: list[str], budgets: str, *, as_json: bool, figure: str | None) -> int:
+def show(overrides: list[str], budgets: str, *, as_json: bool, figure: str | None, with_largest: bool) -> int:
     """Prints the plan of params.yaml with the overrides, for each budget; exit code 1 where none fits.
 
     The micro-batch is to be found, whatever the file says; one that is given as an override is kept.
@@ -42,6 +43,8 @@ def show(overrides: list[str], budgets: str, *, as_json: bool, figure: str | Non
         print_table(params, description["shape"][-1], device, forecast.window, plans)
         print_breakdown(next((plan for plan in plans if plan.fits), plans[0]))
         print_notes(params, description, overrides, plans)
+        if with_largest:
+            print_largest(params, description, device, sizes)
     if figure:
         draw(plans, Path(figure))
     return 0 if any(plan.fits for plan in plans) else 1
@@ -153,6 +156,18 @@ def print_notes(params: Params, description: dict[str, Any], overrides: list[str
             f"memory.savers=[{savers}]",
         ]
         print("To train so: dvc exp run " + " ".join(f"-S {change}" for change in changes))
+
+
+def print_largest(params: Params, description: dict[str, Any], device: Device, budgets: list[int]) -> None:
+    for budget, found in largest(params, description, device, budgets).items():
+        if found is None:
+            print(f"{budget / GIB:.2f} GiB: none of torchvision's classifiers fits, with any saver.")
+        else:
+            name, prediction = found
+            print(
+                f"{budget / GIB:.2f} GiB: the largest of torchvision's classifiers that fits is {name}, "
+                f"{in_mib(prediction.required)} at micro-batch 1 with {needed(prediction)}."
+            )
 
 
 def parts(prediction: Prediction) -> dict[str, int]:

@@ -4,7 +4,7 @@ Train makes one at its start, for the device it finds, and `python -m pipeline p
 It is no stage of DVC's: hardware is no dependency of a result.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from pipeline.config import Params
 from pipeline.errors import UserError
 from pipeline.memory import devices
 from pipeline.memory.devices import GIB, in_mib
-from pipeline.memory.planner import Plan, Planner
+from pipeline.memory.planner import CHECKPOINTING, CHECKPOINTING_HALF, Plan, Planner
 from pipeline.memory.prediction import Device, Prediction, Savers, on_the_line, predict
 from pipeline.memory.trace import Trace
 from pipeline.stages.savers import combinations
@@ -129,7 +129,7 @@ def with_plan(
             chosen = [] if params.memory.savers == "auto" else params.memory.savers
             return replace(params, memory=replace(params.memory, savers=chosen)), None
     if not plan.fits:
-        raise UserError(refusal(plan))
+        raise UserError(refusal(params, plan))
     best = plan.best
     write(plan, planned)
     print(
@@ -141,19 +141,30 @@ def with_plan(
     return replace(params, batch=batch, memory=replace(params.memory, savers=list(best.savers))), plan
 
 
-def refusal(plan: Plan) -> str:
+def refusal(params: Params, plan: Plan) -> str:
     """Why nothing fits, and what would help."""
     best = plan.best
     biggest = sorted(best.components.items(), key=lambda entry: -entry[1])[:3]
     parts = ", ".join(f"{name.replace('_', ' ')} {in_mib(size)}" for name, size in biggest)
     with_savers = f" with savers {' '.join(best.savers)}" if best.savers else ""
-    smaller = "batch.micro_batch_size: auto, " if best.micro_batch_size > 1 else ""
     return (
         f"memory: micro-batch {best.micro_batch_size}{with_savers} takes {in_mib(best.required)}, "
-        f"{in_mib(best.required - plan.budget)} more than the budget of {in_mib(plan.budget)} ({parts}). Try "
-        f"{smaller}a smaller data.image_size or model, precision amp_bf16 or amp_fp16, model.freeze, "
-        "train.ema_decay 0, optimizer sgd, memory.savers auto, or a larger memory.budget_gib"
+        f"{in_mib(best.required - plan.budget)} more than the budget of {in_mib(plan.budget)} ({parts}). "
+        f"{levers(params, best.savers)}, or a larger memory.budget_gib if more is there"
     )
+
+
+def levers(params: Params, savers: Iterable[str]) -> str:
+    """What could make a training fit, of which it makes no use yet."""
+    unused = {
+        "batch.micro_batch_size: auto": params.batch.micro_batch_size not in ("auto", 1),
+        "precision amp_bf16 or amp_fp16": params.precision == "fp32",
+        "memory.savers: auto, or checkpointing": not {CHECKPOINTING, CHECKPOINTING_HALF} & {*savers},
+        "train.ema_decay 0": params.train.ema_decay > 0,
+        "optimizer.name sgd": params.optimizer.name != "sgd",
+    }
+    tried = [lever for lever, is_left in unused.items() if is_left]
+    return f"Try {', '.join([*tried, 'model.freeze', 'a smaller data.image_size or model'])}"
 
 
 def write(plan: Plan, planned: Planner) -> None:

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import files, tracking
-from pipeline.engine import StepResult, Trainer
+from pipeline.engine import StepResult, Trainer, accumulation_steps
 from pipeline.memory import usage
-from pipeline.memory.usage import Measured, Meter
+from pipeline.memory.usage import Measured
+from pipeline.stages.account import Account
 
 TRAINING_CSV = Path("reports/training.csv")
 
@@ -25,20 +26,20 @@ class Record:
         self,
         run: tracking.Run,
         trainer: Trainer,
-        meter: Meter,
+        account: Account,
         *,
         every: int,
         epoch_samples: int,
-        accumulation_steps: int,
+        effective_batch_size: int,
     ) -> None:
         self.rows: list[dict[str, Any]] = []
         self._run = run
         self._trainer = trainer
-        self._meter = meter
+        self._account = account
         self._counted: Measured | None = None  # of the memory, what was logged
         self._every = every
         self._epoch_samples = epoch_samples
-        self._accumulation_steps = accumulation_steps
+        self._effective_batch_size = effective_batch_size
         self._last: StepResult | None = None
         self._seconds = 0.0
         self._samples = 0
@@ -48,9 +49,10 @@ class Record:
         self._seconds += result.seconds
         self._samples += result.samples
         rescaled = before is not None and before.loss_scale != result.loss_scale
-        counted = self._meter.measured is not self._counted
-        self._counted = self._meter.measured
-        memory = {f"memory/{name}": value for name, value in self._meter.logged().items()} if counted else {}
+        meter = self._account.meter
+        counted = meter.measured is not self._counted
+        self._counted = meter.measured
+        memory = {f"memory/{name}": value for name, value in meter.logged().items()} if counted else {}
         if result.step % self._every == 0 or rescaled or not result.applied or counted:
             self._add(self._row(result) | memory)
 
@@ -92,7 +94,10 @@ class Record:
             "amp/growth_tracker": result.growth_tracker,
             "amp/found_inf": float(result.found_inf),
             "memory/micro_batch_size": result.micro_batch_size,
-            "memory/accumulation_steps": self._accumulation_steps,
+            "memory/accumulation_steps": accumulation_steps(
+                self._effective_batch_size, result.micro_batch_size
+            ),
+            "memory/oom_retries": self._account.recovery.retries,
         }
         row |= {
             f"memory/{name}": value for name, value in usage.peaks(self._trainer.precision.device).items()

@@ -33,7 +33,7 @@ EVERY = {CHECKPOINTING: 1, CHECKPOINTING_HALF: 2}
 
 
 def combinations(params: Params, description: dict[str, Any], *, cuda: bool) -> list[Savers]:
-    """What the plan may choose from: those of the file, or all that could help on the device."""
+    """What the plan may choose from, the most saving last: those of the file, or all that could help."""
     if params.memory.savers != "auto":
         return [tuple(params.memory.savers)]
     within: list[Savers] = [()]

@@ -6,14 +6,14 @@ from pipeline import files, metrics, models, tracking
 from pipeline.config import Params
 from pipeline.data import prepared
 from pipeline.data.loader import WindowLoader
-from pipeline.engine import CollapseError, StepResult, Trainer, accumulation_steps, fit
+from pipeline.engine import CollapseError, DoesNotFitError, StepResult, Trainer, fit
 from pipeline.errors import UserError
 from pipeline.memory.host import keep_freed_memory
 from pipeline.stages.account import Account
 from pipeline.stages.best import Best
 from pipeline.stages.device import choose_device, note_on_precision, set_determinism
 from pipeline.stages.guard import check_dependency, inputs_unchanged, run_stage
-from pipeline.stages.planning import with_plan
+from pipeline.stages.planning import levers, with_plan
 from pipeline.stages.progress import TrainingProgress
 from pipeline.stages.record import TRAINING_CSV, Record
 from pipeline.stages.report import DIAGNOSIS, log_collapse, log_end, log_start, run_name
@@ -68,6 +68,7 @@ def train(params: Params) -> None:
             args=params.model.args,
             transform=transform,
             images=images,
+            micro_batch_size=trainer.micro_batch_size,
         )
         log_end(run, params, record, best, trainer, account, data, transform)
 
@@ -93,10 +94,10 @@ def fit_recorded(
     record = Record(
         run,
         trainer,
-        account.meter,
+        account,
         every=params.tracking.log_every_steps,
         epoch_samples=len(data.splits["train"]),
-        accumulation_steps=accumulation_steps(batch.effective_batch_size, batch.planned),
+        effective_batch_size=batch.effective_batch_size,
     )
     validation = WindowLoader(data.splits["validation"], batch.planned, seed=params.seed)
     progress = TrainingProgress(params.train.epochs, len(loader) * params.train.epochs)
@@ -129,6 +130,8 @@ def fit_recorded(
     except CollapseError as error:
         log_collapse(run, error)
         raise UserError(f"{error} The diagnosis is in {DIAGNOSIS} and in the MLflow run.") from None
+    except DoesNotFitError as error:
+        raise UserError(f"{error} {levers(params, params.memory.chosen)}") from error
     finally:
         run.flush()
     return record, best

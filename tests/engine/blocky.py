@@ -1,8 +1,9 @@
 """A small model of repeated blocks, and trainings of it with memory savers in any combination."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
+import pytest
 import torch
 from nets import CLASSES, window
 from torch import Tensor, nn
@@ -68,6 +69,15 @@ def blocky(batchnorm: bool = True) -> Blocky:
 
 def fused_adamw(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """For tensors so small that several threads only wait for one another."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 class Answered(Trainer):

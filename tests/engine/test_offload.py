@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from blocky import PRECISIONS, Answered, blocky, saving_trainer, train
+from blocky import PRECISIONS, Answered, blocky, one_thread, saving_trainer, train  # noqa: F401
 from nets import equal, net, trainer, window
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
-from blocky import PRECISIONS, Answered, blocky, saving_trainer, train
+from blocky import PRECISIONS, Answered, blocky, one_thread, saving_trainer, train  # noqa: F401
 from nets import copies, equal, window
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode

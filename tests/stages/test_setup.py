@@ -119,7 +119,14 @@ def test_channels_last_gives_the_same_model_and_saves_it(
     images = image_set(data)
     transform = models.prepare_transform(trainers[1].model, "small_cnn", "none", images)
     monkeypatch.setattr(models, "FOLDER", tmp_path)
-    models.save_model(best.finite_weights(), name="small_cnn", args={}, transform=transform, images=images)
+    models.save_model(
+        best.finite_weights(),
+        name="small_cnn",
+        args={},
+        transform=transform,
+        images=images,
+        micro_batch_size=4,
+    )
     saved = models.load_model(tmp_path).model.state_dict()
     assert all(torch.equal(saved[name], tensor) for name, tensor in trainers[1].model.state_dict().items())
 
