@@ -130,11 +130,10 @@ class Ledger(TorchDispatchMode):
         component = "activations" if self.phase == "forward" else "temporaries"
         if operation is torch.ops.aten._to_copy.default and self._is_parameter(arguments[0]):
             component = "cast_weights"
-        elif allocating_on_host():
-            component = HOST
         for result in tree_leaves(results):
             if isinstance(result, Tensor) and result.untyped_storage() not in self._numbers:
-                self._book(result, component)
+                on_host = allocating_on_host() or stands_on_host(result)
+                self._book(result, HOST if on_host else component)
         return results
 
     def _book(self, tensor: Tensor, component: str) -> None:
@@ -165,7 +164,8 @@ class Ledger(TorchDispatchMode):
 
     def present_module(self) -> str:
         """The module whose forward runs, or whose node of the backward."""
-        return self.module or _module_of_backward()
+        # what is recomputed in the backward is left in the middle, without a hook's notice
+        return _module_of_backward() if self.phase == "backward" else self.module
 
     def _free(self, number: int) -> None:
         component, size = self._booked.pop(number)

@@ -154,14 +154,14 @@ def _phases(trainer: Trainer, ledger: Ledger) -> Iterator[None]:
     forward, backward = trainer.forward, trainer.precision.backward
 
     def in_forward(model: nn.Module, batch: Batch) -> tuple[Any, ...]:
-        ledger.phase = "forward"
+        ledger.phase, ledger.module = "forward", ""
         ledger.know("inputs", tensors(batch))  # on a GPU a copy of the window's part
         return forward(model, batch)
 
     def in_backward(loss: Tensor, seed: Tensor) -> None:
         ledger.phase = "backward"
         backward(loss, seed)
-        ledger.phase = "step"
+        ledger.phase, ledger.module = "step", ""
 
     trainer.forward = in_forward
     trainer.precision.backward = in_backward  # type: ignore[method-assign]

@@ -150,14 +150,14 @@ def refusal(params: Params, plan: Plan) -> str:
     return (
         f"memory: micro-batch {best.micro_batch_size}{with_savers} takes {in_mib(best.required)}, "
         f"{in_mib(best.required - plan.budget)} more than the budget of {in_mib(plan.budget)} ({parts}). "
-        f"{levers(params, best.savers)}, or a larger memory.budget_gib if more is there"
+        f"{levers(params, best.savers, best.micro_batch_size)}, or a larger memory.budget_gib"
     )
 
 
-def levers(params: Params, savers: Iterable[str]) -> str:
+def levers(params: Params, savers: Iterable[str], micro_batch_size: int) -> str:
     """What could make a training fit, of which it makes no use yet."""
     unused = {
-        "batch.micro_batch_size: auto": params.batch.micro_batch_size not in ("auto", 1),
+        "batch.micro_batch_size: auto": micro_batch_size > 1,
         "precision amp_bf16 or amp_fp16": params.precision == "fp32",
         "memory.savers: auto, or checkpointing": not {CHECKPOINTING, CHECKPOINTING_HALF} & {*savers},
         "train.ema_decay 0": params.train.ema_decay > 0,

@@ -131,7 +131,8 @@ def fit_recorded(
         log_collapse(run, error)
         raise UserError(f"{error} The diagnosis is in {DIAGNOSIS} and in the MLflow run.") from None
     except DoesNotFitError as error:
-        raise UserError(f"{error} {levers(params, params.memory.chosen)}") from error
+        left = levers(params, params.memory.chosen, trainer.micro_batch_size)
+        raise UserError(f"{str(error).rstrip('.')}. {left}") from error
     finally:
         run.flush()
     return record, best
