@@ -22,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pipeline.errors import UserError
 
 PRECISIONS = ("fp32", "amp_fp16", "amp_bf16")
+STATE_BITS = (32, 8, 4)
 SAVERS = ("uncached_casts", "checkpointing_half", "checkpointing", "offload", "optimizer_on_host")
 NOT_COMPILED = ("checkpointing_half", "checkpointing", "offload")
 OTHER_NAMES = {  # what other tools call our values
@@ -143,6 +144,7 @@ class Optimizer:
     momentum: float = key(at_least=0, below=1)
     weight_decay: float = key(at_least=0)
     max_grad_norm: float = key(at_least=0)  # 0 is without
+    state_bits: int = key(at_least=4, at_most=32)  # of a moment: STATE_BITS
 
 
 @dataclass(frozen=True)
@@ -439,6 +441,10 @@ def _contradictions(params: Params) -> Iterator[str]:
             f"batch.micro_batch_size: {batch.micro_batch_size} is more than batch.effective_batch_size, "
             f"{batch.effective_batch_size}; a micro-batch is a part of the effective batch"
         )
+    if params.optimizer.state_bits not in STATE_BITS:
+        yield f"optimizer.state_bits: {params.optimizer.state_bits} is not possible; allowed: 32 8 4"
+    elif params.optimizer.state_bits != 32 and params.optimizer.name != "adamw":
+        yield f"optimizer.state_bits: {params.optimizer.state_bits} is of adamw alone; 32 for others"
     if data.validation_fraction + data.test_fraction >= 1:
         yield (
             "data.validation_fraction + data.test_fraction: "

@@ -15,7 +15,13 @@ from pipeline.engine.host_state import keep_state_on_host
 from pipeline.engine.loop import fit
 from pipeline.engine.losses import CrossEntropy, MeanSquaredError
 from pipeline.engine.offload import offloaded
-from pipeline.engine.optimizer import allocate_state, build_optimizer, freeze, state_tensors
+from pipeline.engine.optimizer import (
+    allocate_state,
+    build_optimizer,
+    freeze,
+    parameter_groups,
+    state_tensors,
+)
 from pipeline.engine.precision import Precision, ScalerSettings
 from pipeline.engine.recompute import recompute, repeated_blocks
 from pipeline.engine.recovery import DoesNotFitError, Recovery
@@ -46,6 +52,7 @@ __all__ = [
     "freeze",
     "keep_state_on_host",
     "offloaded",
+    "parameter_groups",
     "recompute",
     "repeated_blocks",
     "state_tensors",

@@ -1,11 +1,12 @@
 """Optimizers as the step wants them: fused, decayed where decay belongs, their state allocated early."""
 
 import fnmatch
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 OPTIMIZERS = ("adamw", "sgd")
 STATE_STARTS_AT_ZERO = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RAdam)
@@ -67,7 +68,15 @@ def owned_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 def base_rates(optimizer: torch.optim.Optimizer) -> list[float]:
     """Each group's learning rate before any schedule, kept as `initial_lr` as torch's schedulers do."""
-    return [group.setdefault("initial_lr", group["lr"]) for group in optimizer.param_groups]
+    return [group.setdefault("initial_lr", float(group["lr"])) for group in optimizer.param_groups]
+
+
+def set_rate(group: dict[str, Any], rate: float) -> None:
+    """Some optimizers have the learning rate as a tensor, on the CPU, and compile for that very one."""
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
 
 
 def check_trainable(optimizer: torch.optim.Optimizer, device: torch.device, *, half: bool) -> None:
@@ -100,32 +109,43 @@ def check_trainable(optimizer: torch.optim.Optimizer, device: torch.device, *, h
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
-    """Every tensor of the optimizer's state."""
+    """Every tensor of the optimizer's state; of quantised ones, what they are made of."""
     for state in optimizer.state.values():
-        yield from (value for value in state.values() if isinstance(value, Tensor))
+        for value in state.values():
+            if isinstance(value, Tensor):
+                yield from _parts(value)
+
+
+def _parts(tensor: Tensor) -> Iterator[Tensor]:
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from _parts(getattr(tensor, name))
 
 
 @torch.no_grad()
-def allocate_state(optimizer: torch.optim.Optimizer) -> None:
+def allocate_state(optimizer: torch.optim.Optimizer, *, starts_at_zero: bool = False) -> None:
     """Makes the optimizer's state before the first window, so that its memory is taken from the start.
 
     Otherwise it appears in the first update, after the largest activations were seen to fit, and an
     out-of-memory error there cannot be replayed. One step with zero gradients, at a learning rate and
-    weight decay of 0, moves no weight and leaves every moment at 0; its count is set back. Raises
-    ValueError for an optimizer of which that is not known to hold.
+    weight decay of 0, moves no weight and leaves every moment at 0; its count is set back. starts_at_zero:
+    says so of an optimizer that is not torch's. Raises ValueError for one of which it is not known to hold.
     """
     damped = any(group.get("dampening") for group in optimizer.param_groups)
-    if type(optimizer) not in STATE_STARTS_AT_ZERO or damped:
+    if not starts_at_zero and (type(optimizer) not in STATE_STARTS_AT_ZERO or damped):
         raise ValueError(
             f"{type(optimizer).__name__}: a step with zero gradients may leave something in its state; let "
             "it make its state itself, in its first step"
         )
     parameters = owned_parameters(optimizer)
-    settings = [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
+    settings = [(float(group["lr"]), group["weight_decay"]) for group in optimizer.param_groups]
     gradients = [parameter.grad for parameter in parameters]
     try:
         for group in optimizer.param_groups:
-            group["lr"] = group["weight_decay"] = 0.0
+            set_rate(group, 0.0)
+            group["weight_decay"] = 0.0
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
@@ -134,6 +154,7 @@ def allocate_state(optimizer: torch.optim.Optimizer) -> None:
                 state["step"].zero_()
     finally:
         for group, (rate, decay) in zip(optimizer.param_groups, settings, strict=True):
-            group["lr"], group["weight_decay"] = rate, decay
+            set_rate(group, rate)
+            group["weight_decay"] = decay
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient

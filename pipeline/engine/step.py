@@ -29,7 +29,7 @@ from pipeline.engine.buffers import Buffers
 from pipeline.engine.diagnosis import Diagnosis, Finding, first_nonfinite
 from pipeline.engine.distributed import Ranks
 from pipeline.engine.losses import Loss, as_loss, checked
-from pipeline.engine.optimizer import base_rates, check_trainable, owned_parameters
+from pipeline.engine.optimizer import base_rates, check_trainable, owned_parameters, set_rate
 from pipeline.engine.precision import Precision
 from pipeline.engine.state import TrainState
 from pipeline.engine.transfer import on_device
@@ -282,7 +282,7 @@ class Trainer:
             return float(self.optimizer.param_groups[0]["lr"])
         factor = self.schedule(self.state.optimizer_steps)
         for group, base in zip(self.optimizer.param_groups, base_rates(self.optimizer), strict=True):
-            group["lr"] = base * factor
+            set_rate(group, base * factor)
         return float(base_rates(self.optimizer)[0] * factor)
 
     def _clear_gradients(self) -> None:

@@ -19,6 +19,7 @@ from pipeline.memory.workload import CHANNELS, CLASSIFICATION, WORKLOADS
 from pipeline.stages.device import choose_device
 from pipeline.stages.largest import largest
 from pipeline.stages.planning import Forecast, planner
+from pipeline.stages.quantised import BYTES
 from pipeline.stages.tracing import Tracer
 
 OWN_PARTS = ("rounding", "context", "workspaces")  # of a prediction, besides the tensors' components
@@ -146,6 +147,13 @@ def print_notes(params: Params, description: dict[str, Any], overrides: list[str
     size = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
     print(f"Disk: {size / MIB:,.1f} MiB for the model.")
     best = next((plan for plan in plans if plan.fits), None)
+    state = (best or plans[0]).best.highest["optimizer_state"]
+    if params.optimizer.name == "adamw" and params.optimizer.state_bits == 32 and state:
+        saved = {bits: state * (1 - BYTES[bits] / BYTES[32]) for bits in (8, 4)}
+        print(
+            f"optimizer.state_bits 8 would save {in_mib(saved[8])} of the state, 4 {in_mib(saved[4])}; both "
+            "are approximate, so they are yours to choose."
+        )
     if best is not None and models.kind(section.name) == "classification":
         planned = ("batch.micro_batch_size=", "memory.savers=")
         others = [change for change in overrides if not change.startswith(planned)]

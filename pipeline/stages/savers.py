@@ -79,7 +79,9 @@ def blocks_of(params: Params, model: nn.Module) -> list[str]:
 
 
 def _has_state(params: Params) -> bool:
-    return params.optimizer.name != "sgd" or params.optimizer.momentum > 0
+    """That could be kept on the host: quantised moments cannot."""
+    momentum = params.optimizer.name != "sgd" or params.optimizer.momentum > 0
+    return momentum and params.optimizer.state_bits == 32
 
 
 def _empty_model(params: Params, description: dict[str, Any]) -> nn.Module:

@@ -24,8 +24,10 @@ from pipeline.engine import (
     build_optimizer,
     depends_on_split,
     freeze,
+    parameter_groups,
 )
 from pipeline.errors import UserError
+from pipeline.stages.quantised import quantised_adamw
 from pipeline.stages.savers import caches_casts, save_activations, save_state, saving
 
 
@@ -116,9 +118,7 @@ def build_trainer(
     try:
         freeze(model, params.model.freeze)
         save_activations(params, model)
-        optimizer = build_optimizer(
-            model, chosen.name, lr=chosen.lr, weight_decay=chosen.weight_decay, momentum=chosen.momentum
-        )
+        optimizer = build_state(params, model)
         save_state(params, optimizer)
         trainer = Trainer(
             model,
@@ -141,8 +141,18 @@ def build_trainer(
         )
     except ValueError as error:
         raise UserError(str(error)) from None
-    allocate_state(optimizer)
+    allocate_state(optimizer, starts_at_zero=chosen.state_bits != 32)
     return trainer
+
+
+def build_state(params: Params, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer, with the bits of state that are asked for."""
+    chosen = params.optimizer
+    if chosen.state_bits == 32:
+        return build_optimizer(
+            model, chosen.name, lr=chosen.lr, weight_decay=chosen.weight_decay, momentum=chosen.momentum
+        )
+    return quantised_adamw(parameter_groups(model, chosen.weight_decay), lr=chosen.lr, bits=chosen.state_bits)
 
 
 def build_forward(
