@@ -97,7 +97,11 @@ class Clock:
 
 @dataclass
 class Job:
-    """What a contender does. `equal`: everybody takes the fused optimizer, instead of its default."""
+    """What a contender does.
+
+    equal: everybody takes the fused optimizer, instead of its default. accumulation: micro-batches a window.
+    finds_batch_size: of transformers alone, which then begins at the workload's and may train on less.
+    """
 
     name: str
     workload: Workload
@@ -106,17 +110,19 @@ class Job:
     equal: bool
     device: str
     turns: Turns
+    accumulation: int = ACCUMULATION
+    finds_batch_size: bool = False
     clock: Clock = field(init=False)
 
     def data(self, *, whole_windows: bool = False) -> Clock:
-        """Micro-batches, or windows of ACCUMULATION of them."""
+        """Micro-batches, or windows of them."""
         inputs, targets = (part.to(self.device) for part in self.workload.micro_batch())
         if whole_windows:
-            inputs = torch.cat([inputs] * ACCUMULATION)
-            targets = torch.cat([targets] * ACCUMULATION)
+            inputs = torch.cat([inputs] * self.accumulation)
+            targets = torch.cat([targets] * self.accumulation)
             each = 1
         else:
-            each = ACCUMULATION
+            each = self.accumulation
         per_turn = self.turns.windows * each
         self.clock = Clock((inputs, targets), self.windows * each, per_turn, self.turns, self.name)
         return self.clock
@@ -135,9 +141,9 @@ def textbook(job: Job) -> None:
     scaler = torch.amp.GradScaler(job.device, enabled=job.precision == "amp_fp16")
     for index, (inputs, targets) in enumerate(job.data(), start=1):
         with torch.autocast(job.device, dtype, enabled=dtype != torch.float32):
-            loss = F.cross_entropy(model(inputs), targets) / ACCUMULATION
+            loss = F.cross_entropy(model(inputs), targets) / job.accumulation
         scaler.scale(loss).backward()
-        if index % ACCUMULATION == 0:
+        if index % job.accumulation == 0:
             scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
             scaler.step(optimizer)
@@ -170,9 +176,9 @@ def fabric(job: Job) -> None:
     model = job.model()
     model, optimizer = fabric.setup(model, job.optimizer(model))
     for index, (inputs, targets) in enumerate(job.data(), start=1):
-        accumulating = index % ACCUMULATION != 0
+        accumulating = index % job.accumulation != 0
         with fabric.no_backward_sync(model, enabled=accumulating):
-            fabric.backward(F.cross_entropy(model(inputs), targets) / ACCUMULATION)
+            fabric.backward(F.cross_entropy(model(inputs), targets) / job.accumulation)
         if not accumulating:
             fabric.clip_gradients(model, optimizer, max_norm=MAX_NORM)
             optimizer.step()
@@ -197,7 +203,7 @@ def lightning_trainer(job: Job) -> None:
         accelerator=job.device,
         devices=1,
         precision=LIGHTNING[job.precision],
-        accumulate_grad_batches=ACCUMULATION,
+        accumulate_grad_batches=job.accumulation,
         gradient_clip_val=MAX_NORM,
         max_epochs=1,
         logger=False,
@@ -215,7 +221,7 @@ def accelerate(job: Job) -> None:
     accelerator = Accelerator(
         cpu=job.device == "cpu",
         mixed_precision=PLAIN[job.precision],
-        gradient_accumulation_steps=ACCUMULATION,
+        gradient_accumulation_steps=job.accumulation,
     )
     model = job.model()
     model, optimizer = accelerator.prepare(model, job.optimizer(model))
@@ -244,19 +250,21 @@ def hugging_face(job: Job) -> None:
             return {"loss": F.cross_entropy(logits, labels), "logits": logits}
 
     model, data = WithLoss(), job.data()
-    data.batch = {"inputs": data.batch[0], "labels": data.batch[1]}
 
     class FromClock(transformers.Trainer):
         def get_train_dataloader(self) -> Clock:
-            return data
+            size = self._train_batch_size if job.finds_batch_size else None
+            return data.of({"inputs": data.batch[0][:size], "labels": data.batch[1][:size]})
 
     with tempfile.TemporaryDirectory() as folder:
         arguments = transformers.TrainingArguments(
             folder,
+            per_device_train_batch_size=job.workload.shape[0],
+            auto_find_batch_size=job.finds_batch_size,
             use_cpu=job.device == "cpu",
             bf16=job.precision == "amp_bf16",
             fp16=job.precision == "amp_fp16",
-            gradient_accumulation_steps=ACCUMULATION,
+            gradient_accumulation_steps=job.accumulation,
             max_grad_norm=MAX_NORM,
             learning_rate=RATE,
             lr_scheduler_type="constant",
@@ -282,9 +290,9 @@ def ignite(job: Job) -> None:
 
     def step(engine: Any, batch: tuple[Tensor, Tensor]) -> float:
         with torch.autocast(job.device, dtype, enabled=dtype != torch.float32):
-            loss = F.cross_entropy(model(batch[0]), batch[1]) / ACCUMULATION
+            loss = F.cross_entropy(model(batch[0]), batch[1]) / job.accumulation
         scaler.scale(loss).backward()
-        if engine.state.iteration % ACCUMULATION == 0:
+        if engine.state.iteration % job.accumulation == 0:
             scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
             scaler.step(optimizer)

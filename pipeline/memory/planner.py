@@ -63,6 +63,7 @@ class Planner:
     measure: the prediction with savers at a micro-batch. window: samples in the largest window, the effective
     batch or the data set if that is smaller. combinations: of savers, to choose from, the most saving last.
     smallest: micro-batch that the model can do. fixed: the micro-batch, where that is not to be chosen.
+    ahead: is told what will probably be measured next, so that it can begin.
     """
 
     def __init__(
@@ -74,8 +75,10 @@ class Planner:
         smallest: int = 1,
         fixed: int | None = None,
         rates: Rates = CUDA.rates,
+        ahead: Callable[[list[tuple[Savers, int]]], None] = lambda wanted: None,
     ) -> None:
         self._measure = measure
+        self._ahead = ahead
         self.window = window
         self.rates = rates
         self._combinations = combinations
@@ -87,7 +90,12 @@ class Planner:
         """The fastest combination that fits into `budget` bytes; the fewest savers first on a tie."""
         best: Prediction | None = None
         not_taken: list[Tried] = []
-        for savers in sorted(self._combinations, key=lambda one: (self._least_seconds(one), len(one))):
+        order = sorted(self._combinations, key=lambda one: (self._least_seconds(one), len(one)))
+        possible = [savers for savers in order if self._least_bytes(savers) <= budget]
+        for savers in order:
+            if savers in possible and best is None:
+                place = possible.index(savers)
+                self._ahead([(one, self._smallest) for one in possible[place : place + 2]])
             if best is not None and self._least_seconds(savers) >= WORTH_A_TRACE * self._seconds(best):
                 not_taken.append(self._tried(savers, "slower than what fits"))
                 continue
@@ -165,6 +173,8 @@ class Planner:
             return None
         fits, too_large = self._smallest, self.window + 1
         while (size := self._next(savers, budget, fits, too_large)) is not None:
+            above = [one for one in self._sizes if size < one < too_large]
+            self._ahead([(savers, one) for one in (size, *above[:1])])
             if self.at(savers, size).required <= budget:
                 fits = size
             else:

@@ -147,8 +147,8 @@ def print_notes(params: Params, description: dict[str, Any], overrides: list[str
     size = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
     print(f"Disk: {size / MIB:,.1f} MiB for the model.")
     best = next((plan for plan in plans if plan.fits), None)
-    state = (best or plans[0]).best.highest["optimizer_state"]
-    if params.optimizer.name == "adamw" and params.optimizer.state_bits == 32 and state:
+    state = 2 * (best or plans[0]).best.highest["gradients"]  # two moments, in float32 as gradients are
+    if params.optimizer.name == "adamw" and params.optimizer.state_bits == 32:
         saved = {bits: state * (1 - BYTES[bits] / BYTES[32]) for bits in (8, 4)}
         print(
             f"optimizer.state_bits 8 would save {in_mib(saved[8])} of the state, 4 {in_mib(saved[4])}; both "

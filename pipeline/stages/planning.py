@@ -5,6 +5,7 @@ It is no stage of DVC's: hardware is no dependency of a result.
 """
 
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ class Forecast:
         self.window = min(params.batch.effective_batch_size, description["counts"]["train"])
         self.untraceable = ""  # why, where that is so
         self._traced: dict[tuple[Savers, int], Prediction] = {}
+        self._begun: dict[tuple[Savers, int], Future[Trace] | None] = {}
         self._steps: dict[Savers, tuple[Prediction, Prediction]] = {}
 
     def smallest(self, savers: Savers) -> int:
@@ -71,9 +73,17 @@ class Forecast:
         low, high = self._measured(savers)
         return on_the_line(low, high, size) if low is not high else low
 
+    def ahead(self, wanted: list[tuple[Savers, int]]) -> None:
+        """Begins traces that will probably be asked for."""
+        for savers, size in wanted:
+            if (savers, size) not in self._begun and not self.untraceable:
+                self._begun[savers, size] = self._tracer.ahead(*self._case(savers, size))
+
     def _trace(self, savers: Savers, size: int) -> Prediction:
         if (savers, size) not in self._traced:
-            self._traced[savers, size] = self._by(self._tracer.trace, savers, size)
+            begun = self._begun.get((savers, size))
+            take = (lambda *_: begun.result()) if begun else self._tracer.trace
+            self._traced[savers, size] = self._by(take, savers, size)
         return self._traced[savers, size]
 
     def _measured(self, savers: Savers) -> tuple[Prediction, Prediction]:
@@ -88,12 +98,15 @@ class Forecast:
             self._steps[savers] = low, high[0] if high else low
         return self._steps[savers]
 
-    def _by(self, take: Callable[[Params, int], Trace], savers: Savers, size: int) -> Prediction:
+    def _case(self, savers: Savers, size: int) -> tuple[Params, int]:
+        """Params, and samples of the window: two micro-batches."""
         batch = replace(self._params.batch, micro_batch_size=size)
         memory = replace(self._params.memory, savers=list(savers))
-        samples = min(2 * size, self.window)
-        trace = take(replace(self._params, batch=batch, memory=memory), samples)
-        return predict(trace, size, self._device, samples=samples, savers=savers)
+        return replace(self._params, batch=batch, memory=memory), min(2 * size, self.window)
+
+    def _by(self, take: Callable[[Params, int], Trace], savers: Savers, size: int) -> Prediction:
+        params, samples = self._case(savers, size)
+        return predict(take(params, samples), size, self._device, samples=samples, savers=savers)
 
 
 def planner(forecast: Forecast, params: Params, description: dict[str, Any], device: Device) -> Planner:
@@ -104,6 +117,7 @@ def planner(forecast: Forecast, params: Params, description: dict[str, Any], dev
         combinations=choice,
         smallest=forecast.smallest(choice[0]) if chosen == "auto" else 1,
         fixed=chosen if isinstance(chosen, int) else None,
+        ahead=forecast.ahead,
         rates=device.rates,
     )
 

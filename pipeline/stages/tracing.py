@@ -2,16 +2,18 @@
 
     python -m pipeline.stages.tracing          # a request a line in, an answer a line out, both JSON
 
-CUDA's rules change torch for the whole process (see memory.cuda_rules), so those traces are made by a worker,
-which imports torch once for all of them. A trace by the CPU's own rules changes nothing and is made here.
+CUDA's rules change torch for the whole process (see memory.cuda_rules), so those traces are made by workers,
+which import torch once for all of them. A trace by the CPU's own rules changes nothing and is made here.
 """
 
 import json
 import os
+import queue
 import subprocess
 import sys
 import tempfile
 import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -39,6 +41,7 @@ from pipeline.memory.workload import WORKLOADS
 from pipeline.stages.setup import build_forward, build_loss, build_trainer, image_set
 
 SECONDS = 300  # after which a trace is given up; one takes 2 to 10
+WORKERS = 2  # a trace keeps one core busy, and takes up to 1 GB of memory
 HOST_COPIES = 6  # a real step's weights, gradients, state and casts, and as much again for activations
 
 
@@ -47,7 +50,7 @@ class TracingError(UserError):
 
 
 class Tracer:
-    """Makes traces, each of one window of `samples` samples; a context manager, because of its worker.
+    """Makes traces, each of one window of `samples` samples; a context manager, because of its workers.
 
     description: dataset.json's content. cuda: by CUDA's rules, else by this CPU's.
     """
@@ -55,17 +58,20 @@ class Tracer:
     def __init__(self, description: dict[str, Any], *, cuda: bool) -> None:
         self._description = description
         self._cuda = cuda
-        self._worker: subprocess.Popen[str] | None = None
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed in __exit__
+        self._idle: queue.LifoQueue[_Worker] = queue.LifoQueue()
+        self._workers = [_Worker() for _ in range(WORKERS)]
+        for worker in reversed(self._workers):
+            self._idle.put(worker)
+        self._pool = ThreadPoolExecutor(WORKERS)
 
     def __enter__(self) -> "Tracer":
         return self
 
     def __exit__(self, *_: Any) -> None:
-        if self._worker is not None:
-            self._worker.kill()
-            self._worker.communicate()
-        self._errors.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for worker in self._workers:
+            worker.end()
+        self._pool.shutdown()
 
     def trace(self, params: Params, samples: int) -> Trace:
         """On fake tensors. Raises TracingError where the model does not allow that."""
@@ -75,6 +81,10 @@ class Tracer:
             return trace(as_traced(params), self._description, samples, cuda=False)
         except TraceError as error:
             raise TracingError(_untraceable(params, error)) from None
+
+    def ahead(self, params: Params, samples: int) -> Future[Trace] | None:
+        """As `trace`, begun now on another core, for later; None where traces are made in this process."""
+        return self._pool.submit(self.trace, params, samples) if self._cuda else None
 
     def measure(self, params: Params, samples: int) -> Trace:
         """On real tensors of the CPU: one step is taken and counted, which needs the memory to do so."""
@@ -88,44 +98,67 @@ class Tracer:
             "cuda": self._cuda,
             "real": real,
         }
-        worker = self._started()
-        assert worker.stdin is not None
-        assert worker.stdout is not None
-        timer = threading.Timer(SECONDS, worker.kill)
-        timer.start()
+        worker = self._idle.get()
         try:
-            worker.stdin.write(json.dumps(request) + "\n")
-            worker.stdin.flush()
-            line = worker.stdout.readline()
-        except BrokenPipeError:
-            line = ""
+            answer = worker.ask(request)
+        except OSError as error:
+            raise TracingError(_untraceable(params, error)) from None
         finally:
-            timer.cancel()
-        if not line:
-            self._worker = None
-            raise TracingError(_untraceable(params, self._last_words(worker.wait())))
-        answer = json.loads(line)
+            self._idle.put(worker)
         if "error" in answer:
             raise (TracingError if answer["traced"] else UserError)(answer["error"])
         events = [(key, size) for key, size in answer.pop("events")]
         return Trace(**answer | {"peak": Peak(**answer["peak"]), "events": events})
 
+
+class _Worker:
+    """A process that answers requests, started with the first one."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed in `end`
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Raises OSError, with what the process said last, where it ends instead of answering."""
+        process = self._process or self._started()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        timer = threading.Timer(SECONDS, process.kill)
+        timer.start()
+        try:
+            process.stdin.write(json.dumps(request) + "\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        finally:
+            timer.cancel()
+        if not line:
+            self._process = None
+            raise OSError(self._last_words(process.wait()))
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def end(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def _started(self) -> subprocess.Popen[str]:
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "pipeline.stages.tracing"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},  # nothing of it may touch a device
+        )
+        return self._process
+
     def _last_words(self, code: int) -> str:
         self._errors.seek(0)
         lines = self._errors.read().strip().splitlines()
         return lines[-1] if lines else f"its process ended with {code}"
-
-    def _started(self) -> subprocess.Popen[str]:
-        if self._worker is None:
-            self._worker = subprocess.Popen(
-                [sys.executable, "-W", "ignore", "-m", "pipeline.stages.tracing"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._errors,
-                text=True,
-                env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},  # nothing of it may touch a device
-            )
-        return self._worker
 
 
 def _untraceable(params: Params, reason: object) -> str:

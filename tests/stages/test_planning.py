@@ -11,12 +11,14 @@ import psutil
 import pytest
 import torch
 
-from pipeline import config
+from pipeline import config, models
 from pipeline.__main__ import main
 from pipeline.errors import UserError
-from pipeline.memory.prediction import CUDA, MIB
+from pipeline.memory.prediction import CPU_RATES, CUDA, MIB, Device
 from pipeline.stages import planning, tracing
+from pipeline.stages.largest import largest
 from pipeline.stages.planning import Forecast, with_plan
+from pipeline.stages.setup import build_model
 from pipeline.stages.tracing import Tracer, TracingError
 
 DESCRIPTION: dict[str, Any] = {
@@ -150,6 +152,53 @@ def test_a_model_that_cannot_be_traced_trains_at_a_given_micro_batch_without_a_p
     assert planned.memory.chosen == []
     assert "plan: none, as model reading:Reading cannot be traced" in capsys.readouterr().out
     assert not planning.PLAN.exists()
+
+
+def test_a_model_that_normalises_single_values_is_planned_from_micro_batch_2_on(
+    in_tmp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (in_tmp / "pooled.py").write_text(POOLED)
+    monkeypatch.syspath_prepend(str(in_tmp))
+    chosen = params("model.name=pooled:pooled", "batch.micro_batch_size=auto", "precision=fp32")
+    small = replace(chosen, batch=replace(chosen.batch, effective_batch_size=4))
+    _, plan = with_plan(small, DESCRIPTION, torch.device("cpu"))
+    assert plan is not None
+    assert plan.best.micro_batch_size == 4
+    written = json.loads((in_tmp / "reports" / "plan.json").read_text())
+    assert written["evidence"]["predictions"][0]["micro_batch_size"] == 2
+
+
+POOLED = """
+from torch import nn
+
+def pooled(num_classes):
+    return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(1, num_classes))
+"""
+
+
+def test_segmentation_is_planned_and_labelled_and_not_trained(
+    in_tmp: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "model.name=lraspp_mobilenet_v3_large"
+    wanted = [name, "data.image_size=64", "batch.effective_batch_size=4", "memory.savers=[]"]
+    assert main(["plan", *wanted, "--budget", "8"]) == 0
+    said = capsys.readouterr().out
+    assert "lraspp_mobilenet_v3_large (segmentation: plan only, train takes classifiers), 64 px" in said
+    assert "To train so" not in said
+    with pytest.raises(UserError, match="is a segmentation model: it can be planned"):
+        build_model(params(name), models.ImageSet(["a", "b"], 3, 64, [0.5] * 3, [0.2] * 3))
+
+
+def test_the_largest_model_that_fits_is_found_from_the_largest_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"squeezenet1_1": 1_235_496, "resnet18": 11_689_512, "vit_b_16": 86_567_656}
+    monkeypatch.setattr(models, "torchvision_sizes", lambda: sizes)
+    device = Device("none", False, 0, 0, CPU_RATES)
+    budgets = [10 * MIB, 300 * MIB, 8 * 2**30]
+    found = largest(params("precision=fp32"), DESCRIPTION, device, budgets)
+    assert found[10 * MIB] is None
+    names = [entry[0] for entry in found.values() if entry]
+    assert names == ["resnet18", "vit_b_16"]
+    assert all(entry[1].required <= budget for budget, entry in found.items() if entry)
 
 
 def test_a_real_step_is_refused_where_the_host_has_not_the_memory(
