@@ -250,11 +250,13 @@ def hugging_face(job: Job) -> None:
             return {"loss": F.cross_entropy(logits, labels), "logits": logits}
 
     model, data = WithLoss(), job.data()
+    inputs, targets = data.batch
 
     class FromClock(transformers.Trainer):
         def get_train_dataloader(self) -> Clock:
-            size = self._train_batch_size if job.finds_batch_size else None
-            return data.of({"inputs": data.batch[0][:size], "labels": data.batch[1][:size]})
+            size = self._train_batch_size
+            data.batch = {"inputs": inputs[:size], "labels": targets[:size]}
+            return data
 
     with tempfile.TemporaryDirectory() as folder:
         arguments = transformers.TrainingArguments(

@@ -42,7 +42,7 @@ def loss_scale(rows: Rows) -> Figure:
     return figure
 
 
-def memory_account(parts: Mapping[str, Sequence[float]], budget: float | None) -> Figure:
+def memory_account(parts: Mapping[str, Sequence[float]], budget: float | None, title: str) -> Figure:
     """Two bars in MiB for each part, predicted and measured; the budget as a line."""
     names, height = list(parts), 0.38
     figure, axes = plt.subplots(figsize=(8, 1.2 + 0.45 * len(names)), layout="constrained")
@@ -56,7 +56,8 @@ def memory_account(parts: Mapping[str, Sequence[float]], budget: float | None) -
     axes.set(xlabel="MiB", xscale="log", yticks=range(len(names)), yticklabels=names)
     axes.set_xlim(right=8 * max(budget or 0.0, *(max(values) for values in parts.values())))
     axes.invert_yaxis()
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.0 + 0.8 / len(names)), ncols=3, frameon=False)
+    axes.set_title(title, pad=24, fontsize=10)
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False)
     return figure
 
 

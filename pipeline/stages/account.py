@@ -1,5 +1,6 @@
 """The memory account of a run: what was predicted, what was measured, how often it was not enough."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from pipeline import figures
@@ -16,8 +17,9 @@ class Account:
     Compiled code would not be what runs while a ledger looks.
     """
 
-    def __init__(self, plan: Plan | None, trainer: Trainer, *, count: bool) -> None:
+    def __init__(self, plan: Plan | None, savers: Sequence[str], trainer: Trainer, *, count: bool) -> None:
         self.plan = plan
+        self._savers = ", ".join(savers)
         self.recovery = Recovery(trainer)
         self.meter = Meter(trainer, self.recovery.step)
         self.step = self.meter.step if count else self.recovery.step
@@ -76,6 +78,7 @@ class Account:
         return figures.memory_account(
             {name.replace("_", " "): values for name, values in parts.items() if any(values)},
             self.plan.budget / MIB if self.plan else None,
+            f"micro-batch {self._trainer.micro_batch_size}, savers: {self._savers or 'none'}",
         )
 
 

@@ -195,7 +195,12 @@ def as_dict(plan: Plan) -> dict[str, Any]:
 
 
 def draw(plans: list[Plan], path: Path) -> None:
-    names = [f"{plan.budget / GIB:g} GiB\nmicro-batch {plan.best.micro_batch_size}" for plan in plans]
+    names = [
+        "\n".join(
+            [f"{plan.budget / GIB:g} GiB", f"micro-batch {plan.best.micro_batch_size}", *plan.best.savers]
+        )
+        for plan in plans
+    ]
     stacked = {
         name.replace("_", " "): [parts(plan.best)[name] / MIB for plan in plans]
         for name in parts(plans[0].best)

@@ -3,8 +3,8 @@
 | saver | what it does | what it costs |
 | --- | --- | --- |
 | uncached_casts | each weight is cast for each micro-batch, instead of once a window | the casts |
-| checkpointing_half | every second block is computed again in the backward | a sixth of a step, about |
-| checkpointing | every block is | a third |
+| checkpointing_half | every second block is computed again in the backward | an eighth of a step, about |
+| checkpointing | every block is | a quarter, about |
 | offload | what autograd saves waits in the host's memory | its way there and back |
 | optimizer_on_host | so does the optimizer's state, but for the update | once a window |
 """

@@ -55,7 +55,7 @@ def train(params: Params) -> None:
         build_loss(params, data),
         total_steps=len(loader) * params.train.epochs,
     )
-    account = Account(plan, trainer, count=not params.execution.compile)
+    account = Account(plan, params.memory.chosen, trainer, count=not params.execution.compile)
     with (
         tracking.training_run(params.tracking.experiment, run_name(params)) as run,
         inputs_unchanged("train"),
