@@ -40,8 +40,8 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,6 @@ from pipeline.engine import (
 )
 from pipeline.engine.out_of_memory import is_out_of_memory
 from pipeline.engine.step import supervised
-from pipeline.memory.allocator import replay
 from pipeline.memory.cuda_rules import flash_attention, install_autocast_lists
 from pipeline.memory.ledger import Ledger
 from pipeline.memory.planner import Plan, Planner
@@ -107,6 +106,7 @@ BY_HAND: dict[str, Callable[[Job], None]] = {
 WITHIN: tuple[Savers, ...] = ((), ("uncached_casts",), ("checkpointing_half",), ("checkpointing",))
 TO_HOST: tuple[Savers, ...] = ((), ("optimizer_on_host",), ("offload",), ("optimizer_on_host", "offload"))
 COMBINATIONS = [one + other for one in WITHIN for other in TO_HOST]
+MOST = COMBINATIONS[-1]
 DEVICE = Device("simulated", True, 0, 0, CUDA.rates)  # caches, for the margins; no context, no workspaces
 
 
@@ -185,20 +185,26 @@ def window(samples: int, pixels: int = PIXELS) -> tuple[Tensor, Tensor]:
 
 
 def planner(
-    build: Callable[[], nn.Module], precision: str, samples: int, *, device: Device = DEVICE, **options: Any
+    build: Callable[[], nn.Module],
+    precision: str,
+    samples: int,
+    *,
+    device: Device = DEVICE,
+    pixels: int = PIXELS,
+    combinations: list[Savers] = COMBINATIONS,
+    fixed: int | None = None,
 ) -> Planner:
-    """Of a fake model's training; its predictions, made by the engine's own step, are kept."""
+    """Of a fake model's training; what it predicts comes from the engine's own step."""
 
     def measure(savers: Savers, size: int) -> Prediction:
-        count, pixels = min(2 * size, samples), options.get("pixels", PIXELS)
+        count = min(2 * size, samples)
         trace = trace_step(
             lambda: (build_trainer(build(), savers, size, precision, "cpu"), window(count, pixels)), cuda=True
         )
         return predict(trace, size, device, samples=count, savers=savers)
 
-    usable = [one for one in COMBINATIONS if precision != "fp32" or "uncached_casts" not in one]
-    rest = {name: value for name, value in options.items() if name != "pixels"}
-    return Planner(measure, samples, combinations=usable, rates=device.rates, **rest)
+    usable = [one for one in combinations if precision != "fp32" or "uncached_casts" not in one]
+    return Planner(measure, samples, combinations=usable, fixed=fixed, rates=device.rates)
 
 
 @contextmanager
@@ -214,16 +220,18 @@ def does_not_fit(error: BaseException) -> bool:
 
 
 class Contender:
-    """One contender on one family, in a process of its own."""
+    """One contender, in a process of its own. taken: micro-batches of each window that are run."""
 
-    def __init__(self, name: str, precision: str) -> None:
-        self.name, self.precision = name, precision
-        self.planners: dict[tuple[str, int, int | None], Planner] = {}
+    def __init__(self, name: str, precision: str, taken: int) -> None:
+        self.name, self.precision, self.taken = name, precision, taken
+        self.planners: dict[str, Planner] = {}
 
     def completes(self, model: str, limit: int, samples: int = EFFECTIVE) -> Outcome:
-        """With the largest micro-batch that does."""
+        """With the largest micro-batch that does; tightfit with the one that is planned."""
         if self.name == OURS:
-            return self._as_planned(model, limit, samples, None)
+            if model not in self.planners:
+                self.planners[model] = planner(lambda: fake(model), self.precision, samples)
+            return self._as_planned(model, self.planners[model].plan(limit), samples)
         size = samples
         while size:
             outcome = self._attempt(lambda size=size: self._by_hand(model, limit, size, samples))
@@ -233,12 +241,12 @@ class Contender:
         return Outcome()
 
     def largest_micro_batch(self, model: str, limit: int, samples: int) -> Outcome:
-        """A power of two for all, whatever it costs: the plan alone would take the fastest."""
+        """Whatever it costs, where the plan alone would take the fastest. A power of two, as all have it."""
         if self.name != OURS:
             return self.completes(model, limit, samples)
-        sizes = [2**power for power in range(samples.bit_length() - 1, -1, -1)]
-        outcomes = (self._as_planned(model, limit, samples, size) for size in sizes)
-        return next((outcome for outcome in outcomes if outcome.model), Outcome())
+        plan = planner(lambda: fake(model), self.precision, samples, combinations=[MOST]).plan(limit)
+        size = 2 ** (plan.best.micro_batch_size.bit_length() - 1)
+        return self._as_planned(model, replace(plan, best=replace(plan.best, micro_batch_size=size)), samples)
 
     def _attempt(self, train: Callable[[], Outcome]) -> Outcome:
         try:
@@ -250,35 +258,24 @@ class Contender:
         return Outcome(note=note)
 
     def _by_hand(self, model: str, limit: int, size: int, samples: int) -> Outcome:
-        job = Fit(
-            self.name,
-            Workload(lambda: fake(model), (size, 3, PIXELS, PIXELS)),
-            self.precision,
-            WINDOWS,
-            "fused" in self.name,
-            "cpu",
-            Turns([self.name]),
-            samples // size,
-            self.name == SEARCHING,
-        )
+        steps = min(samples // size, self.taken)
+        work = Workload(lambda: fake(model), (size, 3, PIXELS, PIXELS))
+        searches, fused = self.name == SEARCHING, "fused" in self.name
+        job = Fit(self.name, work, self.precision, WINDOWS, fused, "cpu", Turns([self.name]), steps, searches)
         with simulated(limit) as budget:
             BY_HAND[self.name](job)
-        if self.name == SEARCHING:
+        if searches:
             size = samples = len(job.clock.batch["labels"])
         return Outcome(model, size, samples, budget.peak.total)
 
-    def _as_planned(self, model: str, limit: int, samples: int, fixed: int | None) -> Outcome:
-        key = model, samples, fixed
-        if key not in self.planners:
-            self.planners[key] = planner(lambda: fake(model), self.precision, samples, fixed=fixed)
-        plan = self.planners[key].plan(limit)
+    def _as_planned(self, model: str, plan: Plan, samples: int) -> Outcome:
         return self._attempt(lambda: self._run(model, plan, samples)) if plan.fits else Outcome()
 
     def _run(self, model: str, plan: Plan, samples: int) -> Outcome:
         savers, size = plan.best.savers, plan.best.micro_batch_size
         with simulated(plan.budget) as budget:
             trainer = build_trainer(fake(model), savers, size, self.precision, "cpu")
-            recovery, batch = Recovery(trainer), window(samples)
+            recovery, batch = Recovery(trainer), window(min(samples, self.taken * size))
             for _ in range(WINDOWS):
                 recovery.step(batch)
         note = f"{' '.join(savers) or 'no savers'}; time x{plan.relative_time:.2f}"
@@ -286,11 +283,11 @@ class Contender:
         return Outcome(model, trainer.micro_batch_size, samples, budget.peak.total, note)
 
 
-def of_family(task: tuple[str, str, str, list[float]]) -> list[Outcome]:
+def of_family(task: tuple[str, str, int, str, list[float]]) -> list[Outcome]:
     """The largest model within each budget, by bisection; in a fresh process."""
-    name, family, precision, budgets = task
+    *who, family, budgets = task
     prepare_process()
-    contender, found = Contender(name, precision), []
+    contender, found = Contender(*who), []
     for gib in budgets:
         best, low, high = Outcome(), 0, len(FAMILIES[family])
         while low < high:
@@ -304,7 +301,7 @@ def of_family(task: tuple[str, str, str, list[float]]) -> list[Outcome]:
     return found
 
 
-def of_fixed_model(task: tuple[str, str]) -> Outcome:
+def of_fixed_model(task: tuple[str, str, int]) -> Outcome:
     prepare_process()
     return Contender(*task).largest_micro_batch(FIXED, round(FIXED_GIB * GIB), FIXED_WINDOW)
 
@@ -381,16 +378,17 @@ def table(title: str, rows: dict[str, Outcome]) -> None:
 def compare(arguments: argparse.Namespace) -> None:
     names, budgets, precision = arguments.contenders, arguments.budgets, arguments.precision
     print(f"torch {torch.__version__}, simulated device, {precision}, effective batch {EFFECTIVE}")
+    who = [(name, precision, arguments.micro_batches) for name in names]
     ratios = []
     with multiprocessing.get_context("spawn").Pool(arguments.processes, maxtasksperchild=1) as pool:
         for family in arguments.families:
-            tasks = [(name, family, precision, budgets) for name in names]
+            tasks = [(*one, family, budgets) for one in who]
             found = dict(zip(names, pool.map(of_family, tasks, chunksize=1), strict=True))
             for index, gib in enumerate(budgets):
                 rows = {name: outcomes[index] for name, outcomes in found.items()}
                 table(f"{family} within {gib:g} GiB", rows)
                 ratios.append(ratio(f"{family} {gib:g} GiB", rows))
-        rows = dict(zip(names, pool.map(of_fixed_model, [(n, precision) for n in names], 1), strict=True))
+        rows = dict(zip(names, pool.map(of_fixed_model, who, 1), strict=True))
         table(f"{FIXED} within {FIXED_GIB:g} GiB: largest micro-batch of a window of {FIXED_WINDOW}", rows)
         print(f"\nreal tensors, {precision}: gradients of {WINDOWS} windows, and weights")
         print(f"{'MiB':20}{'needed':>10}{'budget':>10}{'peak':>10}{'retries':>9}  bits       savers")
@@ -453,6 +451,7 @@ def main() -> None:
     parser.add_argument("-b", "--budgets", nargs="+", type=float, default=[2.0, 6.0], help="GiB")
     parser.add_argument("-c", "--contenders", nargs="+", choices=names, default=names)
     parser.add_argument("-p", "--precision", choices=("fp32", "amp_bf16"), default="amp_bf16")
+    parser.add_argument("--micro-batches", type=int, default=2, help="of a window that are run at most")
     parser.add_argument("--processes", type=int, default=1, help="contenders at work at once")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--cap-gib", type=float, default=8.0, help="with --device cuda")

@@ -28,14 +28,18 @@ def run_name(params: Params) -> str:
 
 def log_start(
     run: tracking.Run,
+    asked: Params,
     params: Params,
     data: prepared.Prepared,
     trainer: Trainer,
     account: Account,
     fresh: list[str],
 ) -> None:
-    """What is known before the first window: params, tags, inputs, and the memory that training holds."""
-    source, batch = provenance.source(params), params.batch
+    """What is known before the first window: params, tags, inputs, and the memory that training holds.
+
+    asked: the params as the file has them; params: with what the plan made of them.
+    """
+    source, batch = provenance.source(asked), params.batch
     device = trainer.precision.device
     run.params(
         config.flatten(params)
@@ -55,7 +59,7 @@ def log_start(
     run.tags(tags | provenance.dvc_tags())
     if source.diff:
         run.text(source.diff, "git.diff")
-    run.text(config.to_yaml(params), "params.yaml")
+    run.text(config.to_yaml(asked), "params.yaml")
     run.text(provenance.packages(), "packages.txt")
     run.file(prepared.FOLDER / "dataset.json")
     run.dataset(prepared.FOLDER, data.description)

@@ -28,14 +28,14 @@ from pipeline.stages.setup import (
 )
 
 
-def train(params: Params) -> None:
-    check_own_files(params)
+def train(asked: Params) -> None:
+    check_own_files(asked)
     files.check_writable(models.FOLDER, TRAINING_CSV.parent)
     DIAGNOSIS.unlink(missing_ok=True)  # of an earlier training
     data = prepared.open_prepared()
-    device = choose_device(params.execution.device)
-    note_on_precision(params.precision, device)
-    params, plan = with_plan(params, data.description, device)
+    device = choose_device(asked.execution.device)
+    note_on_precision(asked.precision, device)
+    params, plan = with_plan(asked, data.description, device)
     seed_everything(params.seed)
     set_determinism(params.train.deterministic, device)
     if device.type == "cpu":
@@ -60,7 +60,7 @@ def train(params: Params) -> None:
         tracking.training_run(params.tracking.experiment, run_name(params)) as run,
         inputs_unchanged("train"),
     ):
-        log_start(run, params, data, trainer, account, fresh)
+        log_start(run, asked, params, data, trainer, account, fresh)
         record, best = fit_recorded(params, account, trainer, transform, data, loader, run)
         models.save_model(
             best.finite_weights(),
