@@ -37,6 +37,7 @@ class Device:
     context_bytes: int  # CUDA context and loaded kernels; on a CPU the process without the training
     workspace_bytes: int  # cuBLAS and cuBLASLt
     rates: Rates
+    taken_bytes: int = 0  # of the context, what is there already and counts as used
 
 
 # A CUDA context with torch's kernels takes 300 to 600 MiB, by GPU and driver; cuBLAS's workspace is 8.1 MiB

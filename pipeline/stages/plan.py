@@ -55,7 +55,8 @@ def target(params: Params, budgets: str) -> tuple[Device, list[int]]:
     """The device planned for, and budgets in bytes: those given, of CUDA devices, or what is free here."""
     if not budgets:
         device = choose_device(params.execution.device)
-        return devices.describe(device), [devices.budget(device)]
+        described = devices.describe(device)
+        return described, [devices.budget(device, described)]
     try:
         sizes = [float(size) for size in budgets.split(",")]
     except ValueError:

@@ -131,7 +131,7 @@ def with_plan(
     """
     PLAN.unlink(missing_ok=True)  # of another training
     asked, target = params.memory.budget_gib, devices.describe(device)
-    budget = devices.budget(device) if asked == "auto" else round(float(asked) * GIB)
+    budget = devices.budget(device, target) if asked == "auto" else round(float(asked) * GIB)
     with Tracer(description, cuda=target.caches) as tracer:
         fixed = params.batch.micro_batch_size != "auto"
         forecast = Forecast(params, description, target, tracer, real=not fixed)
