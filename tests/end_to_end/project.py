@@ -22,7 +22,9 @@ def environment(**more: str) -> dict[str, str]:
         for name, value in os.environ.items()
         if not name.startswith(("MLFLOW_", "DVC_", "GIT_", "PYTHON", "TIGHTFIT_"))
     }
-    return kept | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"} | more
+    # several trainings run side by side: threads of one that wait for each other would wait long
+    ours = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    return kept | ours | more
 
 
 @dataclass

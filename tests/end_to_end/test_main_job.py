@@ -250,7 +250,7 @@ NOT_RUN = {  # they install, serve until Ctrl-C, are the suite that this is, or 
     "make ui",
     "python -m pipeline run",
     "python -m pipeline plan model.name=vit_h_14 data.image_size=224 batch.effective_batch_size=256 "
-    "--budget 12,16,24",
+    "--budget 6,8",
 }
 
 

@@ -266,19 +266,20 @@ from torch import nn
 from pipeline.engine import CrossEntropy, Precision, Recovery, Trainer
 torch.manual_seed(0)
 torch.set_num_threads(1)
-model = nn.Sequential(nn.Flatten(), nn.Linear(3072, 2048), nn.ReLU(), nn.Linear(2048, 10))
+layers = nn.Conv2d(3, 16, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10)
+model = nn.Sequential(*layers)
 trainer = Trainer(
     model, torch.optim.SGD(model.parameters(), lr=0.1), CrossEntropy(), precision=Precision("fp32"),
-    micro_batch_size=8192,
+    micro_batch_size=4096,
 )
 recovery = Recovery(trainer)
 warm = torch.zeros(8, 3, 32, 32), torch.zeros(8, dtype=torch.int64)
 recovery.step(warm)
-window = torch.randn(8192, 3, 32, 32), torch.zeros(8192, dtype=torch.int64)
+window = torch.randn(4096, 3, 32, 32), torch.zeros(4096, dtype=torch.int64)
 taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (taken + 80 * 2**20,) * 2)
+resource.setrlimit(resource.RLIMIT_AS, (taken + 200 * 2**20,) * 2)
 result = recovery.step(window)
-print(result.applied, result.samples, recovery.retries > 0, trainer.micro_batch_size < 8192)
+print(result.applied, result.samples, recovery.retries > 0, trainer.micro_batch_size < 4096)
 """
 
 
@@ -287,7 +288,7 @@ def test_a_limit_of_the_address_space_is_survived() -> None:
     done = subprocess.run(
         [sys.executable, "-c", LIMITED], capture_output=True, text=True, timeout=120, check=False
     )
-    assert done.stdout.split() == ["True", "8192", "True", "True"], done.stderr[-2000:]
+    assert done.stdout.split() == ["True", "4096", "True", "True"], done.stderr[-2000:]
 
 
 PARTS = (slice(0, 7), slice(7, 12))
