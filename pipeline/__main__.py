@@ -5,19 +5,23 @@ prepare    one stage alone; likewise train, evaluate
 repro      what is out of date, by DVC; with key=value overrides as an experiment of DVC's
 plan       which micro-batch fits a memory budget, without the device and before anything is trained
 ui         the MLflow UI on this project's runs, on 127.0.0.1
+clean      what interrupted and finished trainings take on the disk, and its removal
+deliver-metrics  sends to MLflow what waits because its server did not answer
 """
 
 import argparse
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pipeline import config, files, provenance, tracking
 from pipeline.errors import UserError
+from pipeline.resume.stop import die_with_parent
 from pipeline.stages.guard import STAGES_RUN
 
 STAGES = ("prepare", "train", "evaluate")
@@ -25,6 +29,8 @@ STAGES = ("prepare", "train", "evaluate")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
+    if "MLFLOW_RUN_ID" in os.environ:  # under `mlflow run`, which may be killed alone
+        die_with_parent()
     try:
         with tempfile.TemporaryDirectory() as folder:
             journal = Path(folder) / "stages"
@@ -65,6 +71,12 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--figure", metavar="FILE", help="draw the budgets' predicted peaks into this file")
     ui = commands.add_parser("ui", help="the MLflow UI on this project's runs, on 127.0.0.1")
     ui.add_argument("--port", type=int, default=5000)
+    clean = commands.add_parser("clean", help="show what checkpoints take, and remove what nobody needs")
+    clean.add_argument("--dry-run", action="store_true", help="show what would be removed, and leave it")
+    clean.add_argument(
+        "--interrupted", action="store_true", help="remove what interrupted trainings could be continued from"
+    )
+    commands.add_parser("deliver-metrics", help="send to MLflow what its server did not take yet")
     return parser
 
 
@@ -84,11 +96,52 @@ def _command(options: argparse.Namespace) -> int:
         )
     if options.command == "ui":
         tracking.serve_ui(config.load().tracking.experiment, options.port)
+    if options.command == "clean":
+        from pipeline.stages import clean  # it imports torch
+
+        return clean.clean(dry_run=options.dry_run, interrupted=options.interrupted)
+    if options.command == "deliver-metrics":
+        return _deliver()
     for stage in STAGES if options.command == "run" else [options.command]:
-        code = subprocess.run([sys.executable, "-m", f"pipeline.stages.{stage}"], check=False).returncode
+        code = _child([sys.executable, "-m", f"pipeline.stages.{stage}"])
         if code:
             return code
     return 0
+
+
+def _child(command: list[str], environment: Mapping[str, str] | None = None) -> int:
+    """Runs a command to its end; returns its exit code, 128 + the signal where one ended it.
+
+    Ctrl-C reaches the child by itself, and the child decides how it ends. SIGTERM is passed on.
+    """
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        process = subprocess.Popen(command, env=environment, preexec_fn=_take_interrupts)
+        signal.signal(signal.SIGTERM, lambda number, frame: process.terminate())
+        code = process.wait()
+    finally:
+        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    return code if code >= 0 else 128 - code
+
+
+def _take_interrupts() -> None:
+    """In the child, before it becomes the command: what is ignored would stay ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _deliver() -> int:
+    """Every journal of this project; 1 where something waits on."""
+    params = config.load()
+    folder = tracking.root() / params.checkpoint.folder
+    found = tracking.deliver_all(folder)
+    for journal, delivered, waiting, error in found:
+        if delivered or waiting:
+            left = f", {waiting} wait on: {error}" if waiting else ""
+            print(f"{journal.relative_to(folder)}: {delivered} delivered{left}")
+    if not any(delivered or waiting for _, delivered, waiting, _ in found):
+        print(f"nothing waits in {folder}")
+    return 1 if any(waiting for _, _, waiting, _ in found) else 0
 
 
 def _experiment(overrides: list[str]) -> int:
@@ -123,7 +176,7 @@ def _dvc(*arguments: str) -> int:
         )
     # DVC calls `python` for the stages: the one that runs this, whatever else is on PATH
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", "")])
-    return subprocess.run([sys.executable, "-m", "dvc", *arguments], env=environment, check=False).returncode
+    return _child([sys.executable, "-m", "dvc", *arguments], environment)
 
 
 def _git(*arguments: str) -> str | None:

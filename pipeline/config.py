@@ -25,6 +25,14 @@ PRECISIONS = ("fp32", "amp_fp16", "amp_bf16")
 STATE_BITS = (32, 8, 4)
 SAVERS = ("uncached_casts", "checkpointing_half", "checkpointing", "offload", "optimizer_on_host")
 NOT_COMPILED = ("checkpointing_half", "checkpointing", "offload")
+NEVER_EMPTY = (
+    "model.name",
+    "model.weights",
+    "checkpoint.resume",
+    "checkpoint.folder",
+    "tracking.experiment",
+    "tracking.run_name",
+)
 OTHER_NAMES = {  # what other tools call our values
     "16-mixed": "amp_fp16",
     "fp16-mixed": "amp_fp16",
@@ -186,6 +194,18 @@ class Execution:
 
 
 @dataclass(frozen=True)
+class Checkpoint:
+    """What survives a crash, how often it is written and how long it is kept."""
+
+    resume: str
+    every_minutes: float = key(above=0)
+    every_steps: Union[int, str] = key(word="none", at_least=1)  # noqa: UP007
+    keep: int = key(at_least=1)
+    keep_finished: int = key(at_least=0)
+    folder: str = key()
+
+
+@dataclass(frozen=True)
 class Tracking:
     experiment: str
     run_name: str
@@ -209,6 +229,7 @@ class Params:
     train: Train = what()
     memory: Memory = how()
     execution: Execution = how()
+    checkpoint: Checkpoint = how()
     tracking: Tracking = how()
 
 
@@ -471,7 +492,7 @@ def _contradictions(params: Params) -> Iterator[str]:
         )
     if blocks != "auto" and not (_are_words(blocks) and blocks):
         yield f"memory.blocks: {blocks!r} is not possible; allowed: auto or a list of name patterns"
-    for dotted in ("model.name", "tracking.experiment", "tracking.run_name", "model.weights"):
+    for dotted in NEVER_EMPTY:
         section, name = dotted.split(".")
         if not getattr(getattr(params, section), name).strip():
             yield f"{dotted}: is empty"

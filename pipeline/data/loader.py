@@ -4,6 +4,7 @@ The permutation is a function of (seed, epoch), so an epoch can be entered again
 processes changes nothing. Images stay uint8 until they are on the device.
 """
 
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,6 +31,15 @@ class _Windows(Dataset[Window]):
         }
 
 
+def _leave_signals_to_the_parent(worker: int) -> None:
+    """Ctrl-C and a service manager's SIGTERM reach the whole group; the training still finishes its window.
+
+    Workers end when the parent tells them to, or is gone.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
 class WindowLoader:
     """The windows of a split, `effective_batch_size` samples each, drawn without replacement.
 
@@ -46,10 +56,10 @@ class WindowLoader:
         """Windows in an epoch."""
         return -(-len(self.split) // self.effective_batch_size)
 
-    def epoch(self, epoch: int) -> Iterator[Window]:
-        """The windows of that epoch (from 0): every sample exactly once."""
+    def epoch(self, epoch: int, seen: int = 0) -> Iterator[Window]:
+        """The windows of that epoch (from 0): every sample exactly once, but for the first `seen` ones."""
         order = np.random.default_rng([self.seed, epoch]).permutation(len(self.split))
-        return iter(self._loader(order))
+        return iter(self._loader(order[seen:]))
 
     def in_order(self) -> Iterator[Window]:
         """Every sample once, in the order of the split: for evaluation."""
@@ -65,4 +75,5 @@ class WindowLoader:
             num_workers=self.workers,
             pin_memory=torch.cuda.is_available(),
             generator=torch.Generator(),  # else each epoch would draw from the model's random numbers
+            worker_init_fn=_leave_signals_to_the_parent,
         )

@@ -9,6 +9,7 @@ It imports torch and itself, nothing else, and serves in anybody's own script:
 """
 
 from pipeline.engine.averaging import WeightAverage
+from pipeline.engine.checkpoint import Checkpoints, DamagedError
 from pipeline.engine.dependence import depends_on_split
 from pipeline.engine.diagnosis import Diagnosis
 from pipeline.engine.host_state import keep_state_on_host
@@ -23,19 +24,24 @@ from pipeline.engine.optimizer import (
     state_tensors,
 )
 from pipeline.engine.precision import Precision, ScalerSettings
+from pipeline.engine.random_state import random_state_kept
 from pipeline.engine.recompute import recompute, repeated_blocks
 from pipeline.engine.recovery import DoesNotFitError, Recovery
 from pipeline.engine.schedule import Schedule
+from pipeline.engine.snapshot import NonFiniteError, restore, snapshot
 from pipeline.engine.state import TrainState
 from pipeline.engine.step import CollapseError, StepResult, Trainer
 from pipeline.engine.window import accumulation_steps
 
 __all__ = [
+    "Checkpoints",
     "CollapseError",
     "CrossEntropy",
+    "DamagedError",
     "Diagnosis",
     "DoesNotFitError",
     "MeanSquaredError",
+    "NonFiniteError",
     "Precision",
     "Recovery",
     "ScalerSettings",
@@ -53,7 +59,10 @@ __all__ = [
     "keep_state_on_host",
     "offloaded",
     "parameter_groups",
+    "random_state_kept",
     "recompute",
     "repeated_blocks",
+    "restore",
+    "snapshot",
     "state_tensors",
 ]

@@ -168,7 +168,19 @@ class Precision:
             self.scaler._per_optimizer_states.pop(id(optimizer), None)
 
     def state_dict(self) -> dict[str, Any]:
+        """The scale, its tracker and its settings; empty without a scaler."""
         return self.scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Puts the scale and its tracker back, into tensors on the device; the settings stay its own.
+
+        torch's own `load_state_dict` keeps the numbers aside while the scaler has not been used, and takes
+        the settings over as well: those are read from params, and may be changed on purpose.
+        """
+        if not self.scales:
+            return
+        for tensor, name in zip(self.scale_and_tracker(), ("scale", "_growth_tracker"), strict=True):
+            tensor.fill_(state[name])
 
 
 def _is_fused(optimizer: torch.optim.Optimizer) -> bool:

@@ -16,14 +16,12 @@ that one of them asks for.
 """
 
 import gc
-import random
-import sys
-from typing import Any
 
 import torch
 
 from pipeline.engine.distributed import OtherRankError
 from pipeline.engine.out_of_memory import is_out_of_memory
+from pipeline.engine.random_state import random_state, restore_random_state
 from pipeline.engine.step import StepResult, Trainer
 from pipeline.engine.window import Batch, accumulation_steps, samples
 
@@ -45,7 +43,8 @@ class Recovery:
 
     def step(self, window: Batch) -> StepResult:
         """As Trainer.step."""
-        before = _random_state(self._trainer.precision.device)
+        device = self._trainer.precision.device
+        before = random_state(device)
         while True:
             try:
                 return self._trainer.step(window)
@@ -53,9 +52,9 @@ class Recovery:
                 size = self._smaller(error, window)
             # here the error is gone, and with its traceback the tensors of the failed attempt
             gc.collect()
-            if self._trainer.precision.device.type == "cuda":
+            if device.type == "cuda":
                 torch.cuda.empty_cache()
-            _restore_random_state(before)
+            restore_random_state(before, device)
             self._trainer.micro_batch_size = size
             self.retries += 1
 
@@ -84,22 +83,3 @@ class Recovery:
 
 def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
-
-
-def _random_state(device: torch.device) -> dict[str, Any]:
-    """Of every generator that a forward may draw from. That of a GPU is kept on the host: nothing is read."""
-    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    if "numpy" in sys.modules:
-        state["numpy"] = sys.modules["numpy"].random.get_state()
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device), device
-    return state
-
-
-def _restore_random_state(state: dict[str, Any]) -> None:
-    random.setstate(state["python"])
-    torch.set_rng_state(state["torch"])
-    if "numpy" in state:
-        sys.modules["numpy"].random.set_state(state["numpy"])
-    if "cuda" in state:
-        torch.cuda.set_rng_state(*state["cuda"])

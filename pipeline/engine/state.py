@@ -18,16 +18,22 @@ class TrainState:
     consecutive_skips: int = 0
     samples_seen: int = 0
     epoch: int = 0  # epochs completed
+    epoch_samples: int = 0  # seen of the present epoch
     items_per_sample: float = 0.0  # of the last window, as a power of two; 0 where none is known
 
     def count(self, samples: int, *, applied: bool, empty: bool) -> None:
         """Counts one attempted window."""
         self.step += 1
         self.samples_seen += samples
+        self.epoch_samples += samples
         self.optimizer_steps += applied
         self.empty_steps += empty
         self.skipped_steps += not applied and not empty
         self.consecutive_skips = 0 if applied or empty else self.consecutive_skips + 1
+
+    def end_epoch(self) -> None:
+        self.epoch += 1
+        self.epoch_samples = 0
 
     def as_dict(self) -> dict[str, float]:
         return asdict(self)

@@ -143,7 +143,7 @@ class Trainer:
         self.sample_ids = sample_ids
         self.state = TrainState()
         self._assumed_items = 1.0  # per sample, in the present window
-        self._unlearnable = 0  # windows in a row
+        self.unlearnable = 0  # windows in a row
         self._parameters = list(model.parameters())
         self.ranks = Ranks(model)
         self.replayable = True  # the window that is being trained on, from its start: nothing has moved yet
@@ -292,10 +292,10 @@ class Trainer:
 
     def _check_learnable(self, *, has_gradients: bool) -> None:
         """A window may have a constant loss; a training whose windows all have is a mistake."""
-        self._unlearnable = 0 if has_gradients else self._unlearnable + 1
-        if self._unlearnable >= self.max_consecutive_skips:
+        self.unlearnable = 0 if has_gradients else self.unlearnable + 1
+        if self.unlearnable >= self.max_consecutive_skips:
             raise RuntimeError(
-                f"in {self._unlearnable} windows in a row the loss depended on none of the optimizer's "
+                f"in {self.unlearnable} windows in a row the loss depended on none of the optimizer's "
                 "parameters: is the optimizer of this very model, are the outputs detached, is the step "
                 "taken under torch.no_grad()?"
             )

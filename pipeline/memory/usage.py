@@ -11,7 +11,8 @@ after a change of micro-batch.
 import resource
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -56,6 +57,15 @@ class Meter:
             self.measured = Measured(size, ledger.peak, ledger.highest, ledger.host_peak)
             self._counted_at = size if result.applied else 0  # a skipped one has no update
         return result
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed training need not count again."""
+        return {"counted_at": self._counted_at, "measured": asdict(self.measured) if self.measured else None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._counted_at = state["counted_at"]
+        if values := state["measured"]:
+            self.measured = Measured(**{**values, "peak": Peak(**values["peak"])})
 
     def logged(self) -> dict[str, float]:
         """MiB of what only a count can tell; of the last window that was counted."""

@@ -51,23 +51,21 @@ def _write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
 
 def log_to_training_run(params: Params, result: metrics.Evaluation, classes: list[str]) -> None:
     """Adds the test metrics to the run that trained this model, at its last step."""
-    reference = tracking.read_reference()
-    run = tracking.existing_run(params.tracking.experiment, reference["run_id"])
-    if run is None:
-        print(
-            f"MLflow run {reference['run_id']} of this model is not in the store (it was trained in another "
-            f"clone?): the test metrics are in {REPORTS}/ alone"
-        )
-        return
-    run.metrics({f"test/{name}": value for name, value in result.scalars.items()}, reference["step"])
-    run.flush()
+    step = tracking.read_reference()["step"]
+    with tracking.evaluation_run(params.tracking.experiment) as run:
+        if run is not None:
+            log_scores(run, result, classes, step)
+
+
+def log_scores(run: tracking.Run, result: metrics.Evaluation, classes: list[str], step: int) -> None:
+    run.metrics({f"test/{name}": value for name, value in result.scalars.items()}, step)
     for name in ("test.json", "classes.csv", "confusion.csv"):
         run.file(REPORTS / name)
     figure = figures.confusion_matrix(result.confusion, classes)
     run.figure(figure, "figures/confusion_matrix.png")
     figures.close(figure)
     headline = f"**test/accuracy {result.scalars['accuracy']:.4f}**"
-    before = [line for line in run.description().splitlines() if not line.startswith("**test/accuracy")]
+    before = [line for line in run.description.splitlines() if not line.startswith("**test/accuracy")]
     run.describe("\n".join([headline, "", *before]).replace("\n\n\n", "\n\n"))
 
 

@@ -17,7 +17,8 @@ from typing import Any
 import yaml
 
 from pipeline import config, files
-from pipeline.errors import UserError
+from pipeline.errors import Stopped, UserError
+from pipeline.resume.stop import die_with_parent
 
 CODE = (".py", ".txt")  # the stage's code, and the lock of what it imports
 STAGES_RUN = "TIGHTFIT_STAGES_RUN"  # a file in which each stage that runs leaves its name
@@ -26,14 +27,27 @@ STAGES_RUN = "TIGHTFIT_STAGES_RUN"  # a file in which each stage that runs leave
 def run_stage(name: str, work: Callable[[config.Params], None]) -> int:
     """Loads params.yaml, does the work and returns the exit code: 0, 2 for a user's mistake, 128 + signal."""
     signal.signal(signal.SIGTERM, _terminate)
+    if "DVC_STAGE" in environ or STAGES_RUN in environ:
+        die_with_parent()
     if journal := environ.get(STAGES_RUN):
         with open(journal, "a", encoding="utf-8") as file:
             file.write(f"{name}\n")
+    code = _explained(name, work)
+    if code and "DVC_STAGE" in environ:
+        print("DVC removed the previous outputs before this stage: `dvc checkout` has them", file=sys.stderr)
+    return code
+
+
+def _explained(name: str, work: Callable[[config.Params], None]) -> int:
+    """Does the work; returns the exit code, having said why it is not 0."""
     try:
         work(config.load())
     except UserError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 2
+    except Stopped as error:
+        print(f"{name}: stopped by {signal.Signals(error.number).name}", file=sys.stderr)
+        return 128 + error.number
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
@@ -76,12 +90,16 @@ def inputs_unchanged(stage: str) -> Iterator[None]:
 
 def _inputs(stage: str) -> dict[str, str]:
     """The digest of each code file the stage depends on, and the value of each of its params."""
-    declared = _stage(stage)
-    code = [Path(dep) for dep in declared["deps"] if Path(dep).suffix in CODE]
-    digests = {str(path): files.sha256(path) if path.is_file() else "missing" for path in code}
     values = config.raw_values(Path("params.yaml").read_text(encoding="utf-8"))
-    sections = declared.get("params", [])
-    return digests | {key: str(value) for key, value in values.items() if key.split(".")[0] in sections}
+    sections = _stage(stage).get("params", [])
+    params = {key: str(value) for key, value in values.items() if key.split(".")[0] in sections}
+    return code_digests(stage) | params
+
+
+def code_digests(stage: str) -> dict[str, str]:
+    """Of each code file, and of the lock, that dvc.yaml has as a dependency of the stage."""
+    code = [Path(dep) for dep in _stage(stage)["deps"] if Path(dep).suffix in CODE]
+    return {str(path): files.sha256(path) if path.is_file() else "missing" for path in code}
 
 
 def _stage(name: str) -> dict[str, Any]:

@@ -19,13 +19,18 @@ WARM_UP_STEPS = 5  # the first windows are slower: caches fill, kernels are chos
 
 
 class TrainingProgress:
-    """A context manager around the training; `total` counts windows over all epochs."""
+    """A context manager around the training; `total` counts windows over all epochs, `completed` those that
+    were trained before it was resumed.
+    """
 
-    def __init__(self, epochs: int, total: int, console: Console | None = None) -> None:
+    def __init__(
+        self, epochs: int, total: int, console: Console | None = None, *, completed: int = 0, epoch: int = 0
+    ) -> None:
         self.epochs = epochs
         self.total = total
         self.console = console or Console()
         self.accuracy = "-"
+        self._completed = completed
         self._began = time.monotonic()
         self._warmed: float | None = None
         self._bar = Progress(
@@ -42,7 +47,14 @@ class TrainingProgress:
             disable=not self.console.is_terminal,
         )
         self._task = self._bar.add_task(
-            "train", total=total, epoch=f"1/{epochs}", loss="-", accuracy="-", scale="-", skipped=0
+            "train",
+            total=total,
+            completed=completed,
+            epoch=f"{min(epoch + 1, epochs)}/{epochs}",
+            loss="-",
+            accuracy="-",
+            scale="-",
+            skipped=0,
         )
 
     def __enter__(self) -> "TrainingProgress":
@@ -58,11 +70,12 @@ class TrainingProgress:
         self._bar.update(
             self._task, advance=1, loss=f"{result.loss:.4f}", scale=f"{result.loss_scale:g}", skipped=skipped
         )
-        if result.step == WARM_UP_STEPS:
+        steps, left = result.step - self._completed, self.total - self._completed
+        if steps == WARM_UP_STEPS:
             self._warmed = time.monotonic()
-        elif result.step == 2 * WARM_UP_STEPS and self._warmed and not self.console.is_terminal:
-            whole = (time.monotonic() - self._warmed) / WARM_UP_STEPS * self.total
-            self.console.print(f"about {duration(whole)} for {self.total} windows in {self.epochs} epochs")
+        elif steps == 2 * WARM_UP_STEPS and self._warmed and not self.console.is_terminal:
+            whole = (time.monotonic() - self._warmed) / WARM_UP_STEPS * left
+            self.console.print(f"about {duration(whole)} for {left} windows in {self.epochs} epochs")
 
     def after_epoch(self, epoch: int, loss: float, accuracy: float, skipped: int, scale: float) -> None:
         following = f"{min(epoch + 1, self.epochs)}/{self.epochs}"

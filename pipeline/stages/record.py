@@ -2,6 +2,7 @@
 
 import csv
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ class Record:
     count of the memory, the end of an epoch.
 
     A row's values are those of its step; samples_per_second and the device's peaks are of the steps since
-    the row before. Non-finite values are left out: `train/nonfinite` says that there was one.
+    the row before. Non-finite values are left out: `train/nonfinite` says that there was one. Of steps that
+    a resumed training takes again, the rows stand as they were logged first.
     """
 
     def __init__(
@@ -32,7 +34,6 @@ class Record:
         epoch_samples: int,
         effective_batch_size: int,
     ) -> None:
-        self.rows: list[dict[str, Any]] = []
         self._run = run
         self._trainer = trainer
         self._account = account
@@ -41,6 +42,7 @@ class Record:
         self._epoch_samples = epoch_samples
         self._effective_batch_size = effective_batch_size
         self._last: StepResult | None = None
+        self._logged_step = 0
         self._seconds = 0.0
         self._samples = 0
 
@@ -59,8 +61,7 @@ class Record:
     def after_epoch(self, validation: dict[str, float]) -> None:
         """Joins the epoch's validation to the row of its last step."""
         assert self._last is not None
-        logged = bool(self.rows) and self.rows[-1]["step"] == self._last.step
-        row = {} if logged else self._row(self._last)
+        row = {} if self._logged_step == self._last.step else self._row(self._last)
         self._add(row | validation)
 
     @property
@@ -68,16 +69,35 @@ class Record:
         """Of the last step."""
         return self._last.loss_scale if self._last else math.nan
 
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """Of the whole training, also of what came before it was resumed."""
+        return self._run.rows
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next row depends on, besides the trainer."""
+        return {
+            "last": asdict(self._last) if self._last else None,
+            "logged_step": self._logged_step,
+            "seconds": self._seconds,
+            "samples": self._samples,
+            "meter": self._account.meter.state_dict(),
+            "retries": self._account.recovery.retries,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._last = StepResult(**state["last"]) if state["last"] else None
+        self._logged_step = state["logged_step"]
+        self._seconds, self._samples = state["seconds"], state["samples"]
+        self._account.meter.load_state_dict(state["meter"])
+        self._counted = self._account.meter.measured
+        self._account.recovery.retries = state["retries"]
+
     def _add(self, values: dict[str, Any]) -> None:
         """A new row, or more of the last one."""
         assert self._last is not None
-        step = self._last.step
-        finite = {name: value for name, value in values.items() if math.isfinite(value)}
-        if self.rows and self.rows[-1]["step"] == step:
-            self.rows[-1] |= finite
-        else:
-            self.rows.append({"step": step, **finite})
-        self._run.metrics(finite, step)
+        self._logged_step = self._last.step
+        self._run.row(values, self._last.step)
 
     def _row(self, result: StepResult) -> dict[str, float]:
         state, elapsed = self._trainer.state, max(self._seconds, 1e-9)

@@ -10,10 +10,12 @@ from pipeline import config, figures, files, models, provenance, tracking
 from pipeline.config import Params
 from pipeline.data import prepared
 from pipeline.engine import CollapseError, Trainer, accumulation_steps, depends_on_split
+from pipeline.resume.found import Found, changes
 from pipeline.stages.account import Account
 from pipeline.stages.best import Best
 from pipeline.stages.planning import PLAN
 from pipeline.stages.record import TRAINING_CSV, Record
+from pipeline.stages.training import Training, environment
 
 DIAGNOSIS = Path("reports/diagnosis.json")
 
@@ -26,19 +28,12 @@ def run_name(params: Params) -> str:
     return f"{name}-lr{params.optimizer.lr:g}-b{params.batch.effective_batch_size}"
 
 
-def log_start(
-    run: tracking.Run,
-    asked: Params,
-    params: Params,
-    data: prepared.Prepared,
-    trainer: Trainer,
-    account: Account,
-    fresh: list[str],
-) -> None:
+def log_start(run: tracking.Run, asked: Params, training: Training) -> None:
     """What is known before the first window: params, tags, inputs, and the memory that training holds.
 
-    asked: the params as the file has them; params: with what the plan made of them.
+    asked: the params as the file has them, without what the plan made of them.
     """
+    params, trainer, data, account = training.params, training.trainer, training.data, training.account
     source, batch = provenance.source(asked), params.batch
     device = trainer.precision.device
     run.params(
@@ -54,8 +49,8 @@ def log_start(
     tags = {"git.commit": source.commit, "git.dirty": source.dirty, "overrides": source.overrides}
     if depends := depends_on_split(trainer.model):
         tags["depends_on_micro_batch"] = ", ".join(depends)
-    if fresh:
-        tags["fresh_weights"] = " ".join(fresh)
+    if training.fresh:
+        tags["fresh_weights"] = " ".join(training.fresh)
     run.tags(tags | provenance.dvc_tags())
     if source.diff:
         run.text(source.diff, "git.diff")
@@ -66,20 +61,34 @@ def log_start(
     if account.plan is not None:
         run.file(PLAN)
     run.metrics({f"memory/{name}": value for name, value in account.known_before().items()}, step=0)
-    run.flush()
 
 
-def log_end(
-    run: tracking.Run,
-    params: Params,
-    record: Record,
-    best: Best,
-    trainer: Trainer,
-    account: Account,
-    data: prepared.Prepared,
-    transform: models.Transform,
+def log_resume(
+    run: tracking.Run, asked: Params, training: Training, number: int, found: Found | None
 ) -> None:
+    """Tags resume.<n>.*: where it was continued, and what of how it runs is another now. Params stay."""
+    if found is not None and not found.own:
+        before = found.content["run_id"] or found.content["journal"]["folder"]
+        run.tags({"continued_from": before, "continued_from.step": found.step})
+        return
+    here = environment(training.trainer.precision.device)
+    changed = changes(found.content["how"], asked) if found else {}
+    before = found.content["environment"] if found else here
+    changed |= {name: f"{before[name]} -> {here[name]}" for name in here if before[name] != here[name]}
+    if found and (size := found.content["plan"]["micro_batch_size"]) != training.trainer.micro_batch_size:
+        changed["micro_batch_size"] = f"{size} -> {training.trainer.micro_batch_size}"
+    run.tags({f"resume.{number}.step": found.step if found else 0})
+    run.tags({f"resume.{number}.{name}": value for name, value in changed.items()})
+    if changed:
+        print(
+            f"how it runs is different from before ({', '.join(f'{k} {v}' for k, v in changed.items())}): "
+            "the last bits of the result may be"
+        )
+
+
+def log_end(run: tracking.Run, training: Training, record: Record) -> None:
     """What is known after the last window: files, figures, the scaler's state, the model, the description."""
+    params, trainer, account = training.params, training.trainer, training.account
     record.write_csv()
     tracking.save_reference(run, trainer.state.step)
     run.file(TRAINING_CSV)
@@ -91,9 +100,9 @@ def log_end(
         figures.close(figure)
     if params.tracking.log_model:
         loaded = models.load_model()
-        example = torch.from_numpy(np.array(data.splits["validation"].images[:2]))
-        run.model(loaded.model, transform(example).numpy())
-    text = description(params, best, trainer, account)
+        example = torch.from_numpy(np.array(training.data.splits["validation"].images[:2]))
+        run.model(loaded.model, training.transform(example).numpy())
+    text = description(params, training.best, trainer, account)
     run.describe(text)
     print(text.replace("**", "").replace("`", ""))
 

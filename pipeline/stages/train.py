@@ -1,31 +1,35 @@
 """Stage train: build the model, fit it window by window, save it, and leave a run to look at."""
 
 import sys
+from pathlib import Path
 
-from pipeline import files, metrics, models, tracking
-from pipeline.config import Params
+import torch
+
+from pipeline import files, models, tracking
+from pipeline.config import Params, flatten
 from pipeline.data import prepared
-from pipeline.data.loader import WindowLoader
-from pipeline.engine import CollapseError, DoesNotFitError, StepResult, Trainer, fit
-from pipeline.errors import UserError
+from pipeline.engine import CollapseError, DoesNotFitError
+from pipeline.errors import Stopped, UserError
 from pipeline.memory.host import keep_freed_memory
-from pipeline.stages.account import Account
-from pipeline.stages.best import Best
+from pipeline.memory.planner import Plan
+from pipeline.resume.fingerprint import Inputs
+from pipeline.resume.folder import TrainingFolder, note_on_others, training_folder
+from pipeline.resume.found import Found, find, kept_plan
+from pipeline.resume.keeper import Keeper
+from pipeline.resume.stop import Stop
 from pipeline.stages.device import choose_device, note_on_precision, set_determinism
-from pipeline.stages.guard import check_dependency, inputs_unchanged, run_stage
+from pipeline.stages.guard import check_dependency, code_digests, inputs_unchanged, run_stage
 from pipeline.stages.planning import levers, with_plan
-from pipeline.stages.progress import TrainingProgress
 from pipeline.stages.record import TRAINING_CSV, Record
-from pipeline.stages.report import DIAGNOSIS, log_collapse, log_end, log_start, run_name
-from pipeline.stages.setup import (
-    build_forward,
-    build_loss,
-    build_model,
-    build_trainer,
-    image_set,
-    note_on_split,
-    seed_everything,
+from pipeline.stages.report import (
+    DIAGNOSIS,
+    log_collapse,
+    log_end,
+    log_resume,
+    log_start,
+    run_name,
 )
+from pipeline.stages.training import Training, window_loader
 
 
 def train(asked: Params) -> None:
@@ -35,42 +39,32 @@ def train(asked: Params) -> None:
     data = prepared.open_prepared()
     device = choose_device(asked.execution.device)
     note_on_precision(asked.precision, device)
-    params, plan = with_plan(asked, data.description, device)
-    seed_everything(params.seed)
-    set_determinism(params.train.deterministic, device)
-    if device.type == "cpu":
-        keep_freed_memory()
-    images = image_set(data)
-    model, transform, fresh = build_model(params, images)
-    note_on_split(model)
-    model.to(device)
-    workers = params.execution.workers if isinstance(params.execution.workers, int) else 0
-    loader = WindowLoader(
-        data.splits["train"], params.batch.effective_batch_size, seed=params.seed, workers=workers
-    )
-    trainer = build_trainer(
-        params,
-        model,
-        build_forward(params, model, transform),
-        build_loss(params, data),
-        total_steps=len(loader) * params.train.epochs,
-    )
-    account = Account(plan, params.memory.chosen, trainer, count=not params.execution.compile)
-    with (
-        tracking.training_run(params.tracking.experiment, run_name(params)) as run,
-        inputs_unchanged("train"),
-    ):
-        log_start(run, asked, params, data, trainer, account, fresh)
-        record, best = fit_recorded(params, account, trainer, transform, data, loader, run)
-        models.save_model(
-            best.finite_weights(),
-            name=params.model.name,
-            args=params.model.args,
-            transform=transform,
-            images=images,
-            micro_batch_size=trainer.micro_batch_size,
-        )
-        log_end(run, params, record, best, trainer, account, data, transform)
+    inputs = made_of(asked, data)
+    with training_folder(checkpoint_root(asked), inputs) as folder:
+        note_on_others(folder.path.parent, folder.path, device.type)
+        found = find(asked, inputs, folder, len(window_loader(asked, data)))
+        params, plan = planned(asked, found, data, device)
+        set_determinism(params.train.deterministic, device)
+        if device.type == "cpu":
+            keep_freed_memory()
+        training = Training(params, data, device, plan)
+        begun = begin(asked, inputs, folder, found, training)
+        with (
+            tracking.training_run(
+                params.tracking.experiment,
+                folder.status.name,
+                folder.journal,
+                resumed=begun,
+                run_id=found.content["run_id"] if found and begun else None,
+                step=lambda: training.trainer.state.step,
+            ) as run,
+            inputs_unchanged("train"),
+        ):
+            record = started(run, asked, training, folder, found)
+            fit_kept(asked, inputs, training, folder, record, run)
+            save_model(training)
+            log_end(run, training, record)
+        folder.finish(asked.checkpoint.keep_finished)
 
 
 def check_own_files(params: Params) -> None:
@@ -80,62 +74,108 @@ def check_own_files(params: Params) -> None:
     check_dependency(("train",), "model.weights", params.model.weights)
 
 
-def fit_recorded(
-    params: Params,
-    account: Account,
-    trainer: Trainer,
-    transform: models.Transform,
-    data: prepared.Prepared,
-    loader: WindowLoader,
-    run: tracking.Run,
-) -> tuple[Record, Best]:
-    """Trains to the end; returns the rows and the weights to be saved."""
-    batch, state, best = params.batch, trainer.state, Best(params.train.save)
-    record = Record(
-        run,
-        trainer,
-        account,
-        every=params.tracking.log_every_steps,
-        epoch_samples=len(data.splits["train"]),
-        effective_batch_size=batch.effective_batch_size,
-    )
-    validation = WindowLoader(data.splits["validation"], batch.planned, seed=params.seed)
-    progress = TrainingProgress(params.train.epochs, len(loader) * params.train.epochs)
+def checkpoint_root(params: Params) -> Path:
+    """checkpoint.folder, in the real project: a copy that DVC made for an experiment is deleted after it."""
+    return tracking.root() / params.checkpoint.folder
 
-    def after_step(result: StepResult) -> None:
-        record.after_step(result)
-        progress.after_step(result, state.skipped_steps)
 
-    def after_epoch(epoch: int) -> None:
-        with trainer.average.swapped_in():
-            outputs = metrics.logits(trainer.model, validation.in_order(), transform)
-            scores = metrics.evaluate(outputs, data.classes).scalars
-            best.consider(trainer.model, scores["accuracy"], epoch)
-        values = {f"val/{name}": value for name, value in scores.items()}
-        record.after_epoch(values | {"val/best_accuracy": best.accuracy})
-        progress.after_epoch(
-            epoch, scores["loss"], scores["accuracy"], state.skipped_steps, record.loss_scale
-        )
+def made_of(asked: Params, data: prepared.Prepared) -> Inputs:
+    """The inputs whose fingerprint says whether an interrupted training is this one."""
+    digests = dict(data.description["sha256"])
+    digests["dataset.json"] = files.sha256(prepared.FOLDER / "dataset.json")
+    weights = Path(asked.model.weights)
+    if weights.is_file():
+        digests[str(weights)] = files.sha256(weights)
+    return {"data": digests, "code": code_digests("train"), "what": flatten(asked, "what")}
 
+
+def planned(
+    asked: Params, found: Found | None, data: prepared.Prepared, device: torch.device
+) -> tuple[Params, Plan | None]:
+    """The plan; of a continued training the one it went by, unless that does not fit any more."""
+    kept = kept_plan(asked, found, device.type)
     try:
-        with progress:
-            fit(
-                trainer,
-                loader.epoch,
-                epochs=params.train.epochs,
-                step=account.step,
-                after_step=after_step,
-                after_epoch=after_epoch,
-            )
+        return with_plan(kept, data.description, device)
+    except UserError as error:
+        if kept == asked:
+            raise
+        print(f"the plan so far is of no use here: {error}")
+        return with_plan(asked, data.description, device)
+
+
+def begin(
+    asked: Params, inputs: Inputs, folder: TrainingFolder, found: Found | None, training: Training
+) -> bool:
+    """Notes in the folder what starts now; whether it is a training that was begun before."""
+    interrupted = folder.status.state == "unfinished" and asked.checkpoint.resume == "auto"
+    if found.own if found else interrupted:
+        folder.go_on(training.total_steps)
+        return True
+    folder.begin(run_name(asked), training.total_steps, inputs)
+    return False
+
+
+def started(
+    run: tracking.Run, asked: Params, training: Training, folder: TrainingFolder, found: Found | None
+) -> Record:
+    """Logs what is known before the first window, or what it is continued with."""
+    if not run.has_start:
+        log_start(run, asked, training)
+    record = training.record(run)
+    if found is not None:
+        training.go_on_from(found, record)
+    if found is not None or folder.status.resumes:
+        log_resume(run, asked, training, folder.status.resumes, found)
+    return record
+
+
+def fit_kept(
+    asked: Params,
+    inputs: Inputs,
+    training: Training,
+    folder: TrainingFolder,
+    record: Record,
+    run: tracking.Run,
+) -> None:
+    """Trains to the end and keeps the state on the way; at the end too, lest saving the model fails."""
+    section, trainer = asked.checkpoint, training.trainer
+    keeper = Keeper(
+        folder.checkpoints(keep=section.keep, background=trainer.precision.device.type == "cuda"),
+        lambda: training.content(asked, inputs, record, run),
+        every_minutes=section.every_minutes,
+        every_steps=section.every_steps if isinstance(section.every_steps, int) else None,
+    )
+    try:
+        with Stop() as stop:
+            try:
+                training.fit(record, keeper, stop)
+            except Stopped:
+                if keeper.save(trainer.state.step) and keeper.wait():
+                    print(
+                        f"saved at step {trainer.state.step} of {training.total_steps}: the same command "
+                        "continues from there"
+                    )
+                raise
+        keeper.save(trainer.state.step)
+        keeper.wait()
     except CollapseError as error:
         log_collapse(run, error)
         raise UserError(f"{error} The diagnosis is in {DIAGNOSIS} and in the MLflow run.") from None
     except DoesNotFitError as error:
-        left = levers(params, params.memory.chosen, trainer.micro_batch_size)
+        left = levers(training.params, training.params.memory.chosen, trainer.micro_batch_size)
         raise UserError(f"{str(error).rstrip('.')}. {left}") from error
-    finally:
-        run.flush()
-    return record, best
+
+
+def save_model(training: Training) -> None:
+    section = training.params.model
+    models.save_model(
+        training.best.finite_weights(),
+        name=section.name,
+        args=section.args,
+        transform=training.transform,
+        images=training.images,
+        micro_batch_size=training.trainer.micro_batch_size,
+    )
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ def test_fit_steps_through_every_window_and_tells_of_each() -> None:
     stepper = trainer(model)
     steps, epochs = [], []
 
-    def windows(epoch: int):
+    def windows(epoch: int, seen: int):
         return [window(8, seed=10 * epoch + index) for index in range(3)] + [window(3, seed=99)]
 
     def after_epoch(epoch: int) -> None:
@@ -32,7 +32,7 @@ def test_fit_goes_on_from_where_the_state_stands() -> None:
     stepper.state.epoch = 2
     entered = []
 
-    def windows(epoch: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def windows(epoch: int, seen: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         entered.append(epoch)
         return [window(4)]
 
@@ -45,7 +45,7 @@ def test_an_epoch_shorter_than_a_micro_batch_is_one_step() -> None:
     results = []
     fit(
         stepper,
-        lambda epoch: [window(2)],
+        lambda epoch, seen: [window(2)],
         epochs=1,
         after_step=results.append,
         after_epoch=lambda epoch: None,

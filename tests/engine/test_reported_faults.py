@@ -84,7 +84,7 @@ def test_an_epoch_shorter_than_a_window_is_one_step_with_accumulation() -> None:
     stepper, results = trainer(net(), micro=SIZE), []
     fit(
         stepper,
-        lambda epoch: windows_of(dataset(2 * SIZE), 4 * SIZE),
+        lambda epoch, seen: windows_of(dataset(2 * SIZE), 4 * SIZE),
         epochs=3,
         after_step=results.append,
         after_epoch=lambda epoch: None,
@@ -107,7 +107,7 @@ def test_no_sample_is_dropped_at_the_tail_and_the_counters_agree_over_epochs() -
     stepper = trainer(net(), precision="amp_fp16", micro=SIZE, max_grad_norm=1.0, forward=remember)
     fit(
         stepper,
-        lambda epoch: batches,
+        lambda epoch, seen: batches,
         epochs=2,
         after_step=lambda result: None,
         after_epoch=lambda epoch: None,

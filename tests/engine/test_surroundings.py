@@ -197,7 +197,7 @@ def test_a_frozen_batchnorm_stays_frozen_in_fit_and_a_model_left_in_evaluation_m
 
     fit(
         stepper,
-        lambda epoch: [window(8, seed) for seed in range(3)],
+        lambda epoch, seen: [window(8, seed) for seed in range(3)],
         epochs=1,
         after_step=after_step,
         after_epoch=lambda epoch: None,

@@ -1,0 +1,485 @@
+"""Everything that interrupts a training, and what was lost by it: python benchmarks/faults.py
+
+Each part trains in a clone of this project, in a temporary folder, does it harm, starts the same command
+again, and compares with a training that nothing happened to: the weights bit for bit, and the MLflow run row
+by row (but for the series that depend on the clock: samples_per_second, peaks of memory, system metrics).
+
+    kills    SIGKILL at N moments: at random, while a checkpoint is written, after its rename, in validation
+    signals  SIGTERM to `dvc repro` alone and to `mlflow run .` alone
+    server   a real MLflow server (and one on PostgreSQL where it is installed) killed and restarted K times
+    hung     a server that takes connections and never answers: what training waits for it
+    bits     a flipped bit at each place of a checkpoint
+    cost     what a checkpoint takes, of a small and of a large model, on this thread and in the background
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+TRAIN = [sys.executable, "-u", "-m", "pipeline.stages.train"]
+PREPARE = [sys.executable, "-m", "pipeline.stages.prepare"]
+CLOCK = re.compile(r"samples_per_second|peak|rss|prediction_error|device_used|^system/")
+MODEL = '''
+from torch import nn
+
+
+def model(num_classes):
+    """With BatchNorm and dropout: what a careless resume would get wrong."""
+    return nn.Sequential(
+        nn.Conv2d(1, 12, 3, padding=1), nn.BatchNorm2d(12), nn.ReLU(), nn.Dropout(0.2),
+        nn.Conv2d(12, 24, 3, stride=2), nn.BatchNorm2d(24), nn.ReLU(), nn.Flatten(), nn.Dropout(0.3),
+        nn.Linear(24 * 9, num_classes),
+    )
+'''
+SETTINGS = {
+    "name: small_cnn": "name: pipeline.custom.faulty:model",
+    "ema_decay: 0.0 ": "ema_decay: 0.9 ",
+    "every_steps: none": "every_steps: 7",
+    "init_scale: 65536": "init_scale: 16777216",  # so large that steps are skipped now and then
+    "log_model: true": "log_model: false",
+    "epochs: 8": "epochs: 6",
+}
+History = Counter[tuple[str, int, float]]
+
+
+class Clone:
+    """A clone of the project with a small training in it, and what its commands left."""
+
+    def __init__(self, folder: Path, **settings: str) -> None:
+        self.folder = folder
+        names = subprocess.run(
+            ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
+            cwd=ROOT,
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        for name in filter(None, names.split("\0")):
+            if (ROOT / name).is_file():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, folder / name)
+        (folder / "pipeline" / "custom" / "faulty.py").write_text(MODEL)
+        listed = (folder / "dvc.yaml").read_text()
+        line = "      - pipeline/data/loader.py\n"
+        (folder / "dvc.yaml").write_text(listed.replace(line, f"      - pipeline/custom/faulty.py\n{line}"))
+        text = (folder / "params.yaml").read_text()
+        for before, after in {**SETTINGS, **settings}.items():
+            assert before in text, before
+            text = text.replace(before, after)
+        (folder / "params.yaml").write_text(text)
+        self.sh("git init -q && git add -A && git -c user.name=a -c user.email=a@b commit -qm start")
+        self.sh(" ".join(PREPARE))
+
+    def environment(self, **more: str) -> dict[str, str]:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("MLFLOW_", "DVC_"))}
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        return kept | {"PATH": path, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""} | more
+
+    def sh(self, command: str, **env: str) -> str:
+        done = subprocess.run(
+            command,
+            shell=True,
+            cwd=self.folder,
+            env=self.environment(**env),
+            text=True,
+            capture_output=True,
+            timeout=600,
+            check=False,
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+        return done.stdout
+
+    def start(self, command: list[str], **env: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            command,
+            cwd=self.folder,
+            env=self.environment(**env),
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def weights(self) -> bytes:
+        return (self.folder / "models" / "model.safetensors").read_bytes()
+
+    def training(self) -> Path | None:
+        """The folder of the one training in this clone."""
+        return next((path.parent for path in self.folder.glob(".checkpoints/*/training.json")), None)
+
+    def checkpoints(self) -> list[str]:
+        folder = self.training()
+        return sorted(path.name for path in folder.glob("step-*")) if folder else []
+
+    def logged_step(self) -> int:
+        """Of the last row in the journal."""
+        folder = self.training()
+        rows = (
+            [line for path in folder.glob("journal-*/events.jsonl") for line in path.open()] if folder else []
+        )
+        return max((json.loads(row).get("step", 0) for row in rows if row.endswith("\n")), default=0)
+
+    def history(self, run_id: str | None = None) -> History:
+        """Every row of the run in the store that does not depend on the clock, with how often it stands."""
+        query = "select key, step, value from metrics"
+        with sqlite3.connect(self.folder / "mlflow.db") as store:
+            rows = store.execute(
+                query + (" where run_uuid = ?" if run_id else ""), [run_id] if run_id else []
+            )
+            return Counter((key, step, value) for key, step, value in rows if not CLOCK.search(key))
+
+    def runs(self) -> list[tuple[str, str]]:
+        with sqlite3.connect(self.folder / "mlflow.db") as store:
+            return store.execute("select run_uuid, status from runs order by start_time").fetchall()
+
+
+def uninterrupted(folder: Path) -> tuple[bytes, History, int]:
+    """The oracle: weights, history, windows."""
+    clone = Clone(folder)
+    clone.sh(" ".join(TRAIN))
+    return clone.weights(), clone.history(), clone.logged_step()
+
+
+def kill_at(process: subprocess.Popen[str], clone: Clone, moment: str, seed: random.Random) -> str:
+    """SIGKILL at such a moment; returns what the process had said, "" if it ended before."""
+    before = clone.checkpoints()
+    until, wait = time.monotonic() + 120, seed.uniform(0.0, 3.0)
+    while process.poll() is None and time.monotonic() < until:
+        folder = clone.training()
+        if folder and _has_come(moment, folder, set(clone.checkpoints()) - set(before)):
+            if moment == "at random":
+                time.sleep(wait)
+            elif moment == "in validation":
+                time.sleep(0.01)
+            break
+        time.sleep(0.0002 if folder else 0.05)
+    ended = process.poll() is not None
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    said = process.communicate(timeout=30)[0]
+    return "" if ended else said
+
+
+def _has_come(moment: str, folder: Path, fresh: set[str]) -> bool:
+    if moment == "while a checkpoint is written":
+        return any(name.endswith(".tmp") for name in os.listdir(folder)) and bool(fresh)
+    if moment == "in validation":  # the checkpoint at an epoch's last window comes before it
+        return any(int(name[5:13]) % 20 == 0 for name in fresh)
+    return bool(fresh)
+
+
+MOMENTS = ("at random", "while a checkpoint is written", "between rename and log", "in validation")
+
+
+def kills(folder: Path, count: int, seed: int) -> list[str]:
+    """Chains of four kills, one at each moment, and the same command until it ends by itself."""
+    weights, history, windows = uninterrupted(folder / "uninterrupted")
+    draw, done, chain = random.Random(seed), Counter[str](), 0
+    again: list[int] = []
+    while sum(done.values()) < count:
+        clone = Clone(
+            folder / f"chain{chain}", **{"every_steps: none": f"every_steps: {draw.choice((5, 10))}"}
+        )
+        for moment in draw.sample(MOMENTS, len(MOMENTS))[: count - sum(done.values())]:
+            said = kill_at(clone.start(TRAIN), clone, moment, draw)
+            if not said:
+                continue
+            assert clone.checkpoints(), "no checkpoint at the restart"
+            newest = int(clone.checkpoints()[-1][5:13])
+            again.append(max(0, clone.logged_step() - newest))
+            assert again[-1] < windows
+            done[moment] += 1
+        clone.sh(" ".join(TRAIN))
+        assert clone.weights() == weights, f"chain {chain}: other weights"
+        assert clone.history() == history, f"chain {chain}: {clone.history() ^ history}"
+        assert [status for _, status in clone.runs()] == ["FINISHED"]
+        shutil.rmtree(clone.folder)
+        chain += 1
+    lines = [f"{number:3} x SIGKILL {moment}" for moment, number in done.items()]
+    return [
+        *lines,
+        f"{sum(done.values())} of {count}: weights bit for bit, MLflow history row by row, one run FINISHED; "
+        f"of {windows} windows 0 to {max(again)} computed again",
+    ]
+
+
+def signals(folder: Path) -> list[str]:
+    """SIGTERM to the outermost process alone; the stage must end in order, and the command continue it."""
+    weights, history, _ = uninterrupted(folder / "uninterrupted")
+    lines = []
+    commands = {
+        "dvc repro": [sys.executable, "-m", "dvc", "repro", "train"],
+        "mlflow run .": [sys.executable, "-m", "mlflow", "run", ".", "--env-manager", "local"],
+    }
+    for name, command in commands.items():
+        clone = Clone(folder / name.split()[0])
+        process = clone.start(command)
+        _wait(lambda clone=clone: bool(clone.checkpoints()), 120)
+        process.terminate()
+        began = time.monotonic()
+        process.communicate(timeout=60)
+        _wait(lambda clone=clone: not _trains(clone), 30)
+        took = time.monotonic() - began
+        statuses = [status for _, status in clone.runs()]
+        assert "RUNNING" not in statuses, statuses
+        clone.sh(" ".join(command))
+        run = json.loads((clone.folder / "reports" / "mlflow_run.json").read_text())["run_id"]
+        assert clone.weights() == weights
+        trained = Counter({row: n for row, n in clone.history(run).items() if not row[0].startswith("test/")})
+        assert trained == history, trained ^ history
+        assert {status for _, status in clone.runs()} == {"FINISHED"}
+        lines.append(
+            f"SIGTERM to {name} alone: the stage saved and ended within {took:.1f} s, run {statuses[0]}; "
+            "continued: weights and history equal, FINISHED"
+        )
+    return lines
+
+
+def _trains(clone: Clone) -> bool:
+    """Whether a process still trains in the clone: its lock is held."""
+    import fcntl
+
+    folder = clone.training()
+    assert folder is not None
+    with (folder / "lock").open("r+") as lock:
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False
+
+
+@contextmanager
+def serving(folder: Path, port: int, store: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A real MLflow server, that answers."""
+    process = start_server(folder, port, store)
+    try:
+        yield process
+    finally:
+        stop_server(process)
+
+
+def start_server(folder: Path, port: int, store: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", store, "--port", str(port)]
+    process = subprocess.Popen(
+        [*command, "--artifacts-destination", str(folder / "artifacts"), "--workers", "1"],
+        cwd=folder,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    _wait(lambda: _answers(port), 120)
+    return process
+
+
+def stop_server(process: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(timeout=30)
+
+
+def server(folder: Path, times: int) -> list[str]:
+    """The server is killed and restarted while a training logs to it: every row arrives exactly once."""
+    clone = Clone(
+        folder / "clone", **{"epochs: 8": "epochs: 40", "log_every_steps: 10": "log_every_steps: 2"}
+    )
+    port = _free_port()
+    store = f"sqlite:///{folder / 'server.db'}"
+    process = start_server(folder, port, store)
+    training = clone.start(TRAIN, MLFLOW_TRACKING_URI=f"http://127.0.0.1:{port}")
+    try:
+        _wait(lambda: clone.logged_step() > 0, 120)
+        killed = 0
+        for _ in range(times):
+            if training.poll() is not None:
+                break
+            time.sleep(3)
+            stop_server(process)
+            killed += 1
+            time.sleep(2)
+            process = start_server(folder, port, store)
+        said = training.communicate(timeout=300)[0]
+        assert training.returncode == 0, said[-3000:]
+        clone.sh(
+            f"{sys.executable} -m pipeline deliver-metrics", MLFLOW_TRACKING_URI=f"http://127.0.0.1:{port}"
+        )
+    finally:
+        training.kill()
+        stop_server(process)
+    shutil.copy2(folder / "server.db", clone.folder / "mlflow.db")
+    history = clone.history()
+    written = _journaled(clone)
+    assert history == written, (history ^ written).most_common(5)
+    assert set(history.values()) == {1}
+    return [
+        f"MLflow server killed and restarted {killed} times: {len(written):,} rows, each there exactly once"
+    ]
+
+
+def _journaled(clone: Clone) -> History:
+    folder = clone.training()
+    assert folder is not None
+    found: History = Counter()
+    for path in folder.glob("journal-*/events.jsonl"):
+        for event in map(json.loads, path.open()):
+            if event["kind"] == "metrics":
+                values = event["values"].items()
+                found.update((k, event["step"], v) for k, v in values if not CLOCK.search(k))
+    return found
+
+
+def hung(folder: Path) -> list[str]:
+    """A training with no server, and one whose server takes the connection and never answers; in turns."""
+    clone = Clone(folder / "clone", **{"epochs: 8": "epochs: 4", "log_every_steps: 10": "log_every_steps: 1"})
+    seconds: dict[str, list[float]] = {"no server": [], "a hung server": []}
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(64)
+        uris = {"no server": "", "a hung server": f"http://127.0.0.1:{listener.getsockname()[1]}"}
+        for _ in range(3):
+            for name, uri in uris.items():
+                env = {"MLFLOW_TRACKING_URI": uri} if uri else {}
+                said = clone.sh(" ".join(TRAIN), **env)
+                found = re.findall(r"epoch 4/4 .*?(\d+(?:\.\d+)?) s", said)
+                seconds[name].append(float(found[-1]))
+    best = {name: min(values) for name, values in seconds.items()}
+    ratio = best["a hung server"] / best["no server"]
+    return [f"training loop with a hung server over without one: x{ratio:.2f} ({best})"]
+
+
+def bits() -> list[str]:
+    """One bit at each byte of a small checkpoint, and at a thousand places of a large one."""
+    import torch
+
+    from pipeline.engine import DamagedError
+    from pipeline.engine import checkpoint as checkpoints
+
+    lines = []
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name) / "step-00000001.checkpoint"
+        for what, content, every in (
+            ("each byte", {"a": 1}, 1),
+            ("1,000 places", {"a": torch.rand(10**5)}, 0),
+        ):
+            checkpoints.write(path, content)
+            data = path.read_bytes()
+            places = range(0, len(data), every or len(data) // 1000)
+            found = 0
+            for place in places:
+                path.write_bytes(data[:place] + bytes([data[place] ^ 1 << place % 8]) + data[place + 1 :])
+                try:
+                    checkpoints.read(path)
+                except DamagedError:
+                    found += 1
+            lines.append(
+                f"a flipped bit at {what} ({len(data):,} bytes): {found:,} of {len(places):,} detected"
+            )
+            assert found == len(places)
+    return lines
+
+
+def cost(folder: Path) -> list[str]:
+    """Seconds that training waits for one checkpoint, and its share of the five minutes between two."""
+    import torch
+    import torchvision
+
+    from pipeline.engine import (
+        Checkpoints,
+        CrossEntropy,
+        Precision,
+        Trainer,
+        allocate_state,
+        build_optimizer,
+        snapshot,
+    )
+
+    lines = ["model            MiB   here s   share of 5 min   background s   read s"]
+    for name in ("resnet18", "vit_b_16"):
+        model = torchvision.models.get_model(name, weights=None)
+        optimizer = build_optimizer(model, "adamw", lr=1e-3)
+        allocate_state(optimizer)
+        trainer = Trainer(model, optimizer, CrossEntropy(), precision=Precision("fp32"), micro_batch_size=1)
+        best = {key: value.clone() for key, value in model.state_dict().items()}
+        took: dict[bool, list[float]] = {False: [], True: []}
+        for _ in range(3):
+            for background in took:
+                kept = Checkpoints(folder / name, background=background)
+                began = time.perf_counter()
+                kept.save({"trainer": snapshot(trainer), "best": best}, 1)
+                took[background].append(time.perf_counter() - began)
+                kept.wait()
+        path = kept.paths()[0]
+        began = time.perf_counter()
+        next(kept.newest())
+        read = time.perf_counter() - began
+        here, behind = min(took[False]), min(took[True])
+        size = path.stat().st_size / 2**20
+        lines.append(f"{name:12} {size:7,.0f} {here:8.2f} {here / 300:16.2%} {behind:14.2f} {read:8.2f}")
+        del model, optimizer, trainer, best
+        torch.manual_seed(0)
+    return lines
+
+
+def _wait(holds: Callable[[], bool], seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < until, f"not within {seconds} s"
+        time.sleep(0.05)
+
+
+def _answers(port: int) -> bool:
+    try:
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2)
+    except OSError:
+        return False
+    return True
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parts = ("kills", "signals", "server", "hung", "bits", "cost")
+    parser.add_argument("parts", nargs="*", choices=[*parts, []], help="all of them, without")
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--restarts", type=int, default=3, help="of the MLflow server")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    for part in options.parts or parts:
+        with tempfile.TemporaryDirectory() as name:
+            folder, began = Path(name), time.monotonic()
+            lines = {
+                "kills": lambda folder=folder: kills(folder, options.kills, options.seed),
+                "signals": lambda folder=folder: signals(folder),
+                "server": lambda folder=folder: server(folder, options.restarts),
+                "hung": lambda folder=folder: hung(folder),
+                "bits": bits,
+                "cost": lambda folder=folder: cost(folder),
+            }[part]()
+            print(f"\n{part} ({time.monotonic() - began:.0f} s)", *lines, sep="\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()
