@@ -21,12 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pipeline.engine.snapshot import on_host
 
 MAGIC = b"tightfit checkpoint 1\n"
 TAIL = hashlib.sha256().digest_size + len(MAGIC)
 CHUNK = 1 << 20
+PLAIN = (bool, int, float, str, bytes, type(None))
 NAME = re.compile(r"step-(\d+)\.checkpoint")
 
 
@@ -53,8 +55,10 @@ class _Hashing:
 def write(path: Path, content: Any) -> None:
     """Writes `content`, a tree of tensors and plain values, whole or not at all; raises OSError.
 
-    When it returns, file and name are on the disk.
+    When it returns, file and name are on the disk. Raises TypeError for a value of another kind: it could be
+    written, and never read again without running code.
     """
+    _check_plain(content)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -171,6 +175,17 @@ def step_of(path: Path) -> int:
 
 def is_temporary(path: Path) -> bool:
     return path.name.startswith(".step-") and path.name.endswith(".tmp")
+
+
+def _check_plain(tree: Any, where: str = "content") -> None:
+    if isinstance(tree, dict):
+        for name, value in tree.items():
+            _check_plain(value, f"{where}[{name!r}]")
+    elif type(tree) in (list, tuple):
+        for index, value in enumerate(tree):
+            _check_plain(value, f"{where}[{index}]")
+    elif not isinstance(tree, Tensor) and type(tree) not in PLAIN:
+        raise TypeError(f"{where} is a {type(tree).__name__}: a checkpoint holds tensors and plain values")
 
 
 def _save(content: Any, file: _Hashing) -> None:

@@ -70,7 +70,8 @@ def _interrupted(folder: TrainingFolder) -> Found | None:
         try:
             found = read(path, own=True, same=True)
         except DamagedError as error:
-            print(f"{path}: {error}. The checkpoint before it is taken")
+            aside = path.rename(path.with_suffix(".damaged"))
+            print(f"{aside}: {error}. The checkpoint before it is taken")
             continue
         print(f"continuing at step {found.step} of {folder.status.total_steps}, from {path}")
         return found

@@ -161,7 +161,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "device": device.type,
         "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else "",
         "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
     }
 
 

@@ -1,7 +1,9 @@
 """A checkpoint is whole or not there, and anything else in its place is known as such."""
 
+import hashlib
 import os
 import pickle
+import re
 import resource
 import signal
 import subprocess
@@ -10,6 +12,7 @@ import textwrap
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -96,13 +99,23 @@ class Payload:
 
 def test_a_hostile_checkpoint_runs_no_code_though_its_digest_is_right(tmp_path: Path) -> None:
     target, path = tmp_path / "was here", tmp_path / NAME
-    checkpoints.write(path, {"step": Payload(target)})
+    torch.save({"step": Payload(target)}, path)
+    data = path.read_bytes()
+    path.write_bytes(data + hashlib.sha256(data).digest() + checkpoints.MAGIC)
     with pytest.raises(DamagedError, match="more than tensors"):
         checkpoints.read(path)
     path.write_bytes(pickle.dumps(Payload(target)) * 50)
     with pytest.raises(DamagedError):
         checkpoints.read(path)
     assert not target.exists()
+
+
+def test_what_could_not_be_read_without_running_code_is_not_written(tmp_path: Path) -> None:
+    """torch.__version__ looks like a text and is none."""
+    for value in (torch.__version__, Payload(tmp_path), {1, 2}, np.float64(1.0)):
+        with pytest.raises(TypeError, match=re.escape("content['how'][0] is a")):
+            checkpoints.write(tmp_path / NAME, {"how": [value]})
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_newest_are_kept_and_a_damaged_one_is_told_before_the_one_before_it(tmp_path: Path) -> None:
