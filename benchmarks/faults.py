@@ -352,7 +352,7 @@ def _journaled(clone: Clone) -> History:
 
 def hung(folder: Path) -> list[str]:
     """A training with no server, and one whose server takes the connection and never answers; in turns."""
-    clone = Clone(folder / "clone", **{"epochs: 8": "epochs: 4", "log_every_steps: 10": "log_every_steps: 1"})
+    clone = Clone(folder / "clone", **{"log_every_steps: 10": "log_every_steps: 1"})
     seconds: dict[str, list[float]] = {"no server": [], "a hung server": []}
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -360,13 +360,22 @@ def hung(folder: Path) -> list[str]:
         uris = {"no server": "", "a hung server": f"http://127.0.0.1:{listener.getsockname()[1]}"}
         for _ in range(3):
             for name, uri in uris.items():
-                env = {"MLFLOW_TRACKING_URI": uri} if uri else {}
-                said = clone.sh(" ".join(TRAIN), **env)
-                found = re.findall(r"epoch 4/4 .*?(\d+(?:\.\d+)?) s", said)
-                seconds[name].append(float(found[-1]))
+                clone.sh(" ".join(TRAIN), **({"MLFLOW_TRACKING_URI": uri} if uri else {}))
+                seconds[name].append(_training_seconds(clone))
     best = {name: min(values) for name, values in seconds.items()}
     ratio = best["a hung server"] / best["no server"]
-    return [f"training loop with a hung server over without one: x{ratio:.2f} ({best})"]
+    return [
+        f"{name}: {best[name]:.2f} s from the first row of a training to its last, best of 3" for name in best
+    ] + [f"x{ratio:.3f}"]
+
+
+def _training_seconds(clone: Clone) -> float:
+    """From the first row to the last one, by the newest journal."""
+    folder = clone.training()
+    assert folder is not None
+    path = max(folder.glob("journal-*/events.jsonl"), key=lambda path: path.stat().st_mtime)
+    times = [event["time"] for event in map(json.loads, path.open()) if event.get("row")]
+    return (times[-1] - times[0]) / 1000
 
 
 def bits() -> list[str]:
