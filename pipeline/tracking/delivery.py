@@ -64,7 +64,7 @@ class Delivery:
                     sent += len(events)
 
     def _call(self, kind: str, events: list[Event], state: dict[str, Any]) -> None:
-        """One call of MLflow's; one that it refuses for good is passed over."""
+        """One call of MLflow's; of one that it refuses for good, each value by itself, and then none."""
         try:
             if self._store is None:
                 self._store = connect(_experiment(self.folder))
@@ -76,11 +76,16 @@ class Delivery:
             if code is None and not is_passing(error):
                 raise
             if code in GONE_CODES or INACTIVE in str(error):
-                raise GoneError(f"MLflow run {state['run_id']} is not in the store any more") from None
+                run_id = state["run_id"] or events[0].get("adopt")
+                raise GoneError(f"MLflow run {run_id} is not in the store any more") from None
             if is_passing(error):
                 raise UnreachableError(short(error)) from None
-            self.refused += 1
-            print(f"MLflow will not have {kind} of the journal {self.folder}: {short(error)}")
+            alone = _values_alone(kind, events)
+            for one in alone:
+                self._call(kind, [one], state)
+            if not alone:
+                self.refused += 1
+                print(f"MLflow will not have {kind} of the journal {self.folder}: {short(error)}")
 
     def _send(self, store: Store, kind: str, events: list[Event], state: dict[str, Any]) -> None:
         client, event = store.client, events[0]
@@ -128,6 +133,14 @@ def _calls(kind: str, group: list[tuple[Event, int]]) -> Iterator[tuple[list[Eve
         position, values = behind, values + size
     if batch:
         yield batch, position
+
+
+def _values_alone(kind: str, events: list[Event]) -> list[Event]:
+    """The events of a refused call with one value each; none where there was one alone."""
+    if kind not in ("metrics", "params", "tags"):
+        return []
+    alone = [event | {"values": {name: value}} for event in events for name, value in event["values"].items()]
+    return alone if len(alone) > 1 else []
 
 
 def _metrics(events: list[Event]) -> list[Any]:

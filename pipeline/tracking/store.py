@@ -6,6 +6,8 @@ DVC_ROOT.
 
 import logging
 import os
+import sqlite3
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,11 +46,14 @@ def connect(experiment: str) -> Store:
     from filelock import FileLock
 
     uri = tracking_uri()
+    database = _database(uri)
+    _check_database(database, uri)
     mlflow = import_mlflow()
     lock = root() / ".dvc" / "tmp" / "mlflow-store.lock"
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(lock):  # two processes that make the database at once would break it
+            _make_database(database, mlflow)
             mlflow.set_tracking_uri(uri)
             client = mlflow.MlflowClient()
             return Store(client, _chosen_experiment(client, uri) or _experiment_id(client, experiment, uri))
@@ -58,6 +63,44 @@ def connect(experiment: str) -> Store:
         if is_passing(error) and (is_remote(uri) or any(words in str(error) for words in LOCKED)):
             raise UnreachableError(f"{without_password(uri)}: {short(error)}") from None
         raise UserError(f"the MLflow store {without_password(uri)} cannot be used: {error}") from None
+
+
+def _database(uri: str) -> Path | None:
+    """The file of an SQLite store."""
+    return Path(uri.removeprefix("sqlite:///").partition("?")[0]) if uri.startswith("sqlite:///") else None
+
+
+def _check_database(path: Path | None, uri: str) -> None:
+    """Raises UserError for an SQLite file that cannot be opened, which MLflow would try for minutes."""
+    if path is None:
+        return
+    opened = path if path.exists() else _unfinished(path)
+    try:
+        with closing(sqlite3.connect(opened, timeout=0)) as database:
+            database.execute("PRAGMA user_version")
+    except sqlite3.Error as error:
+        if not any(words in str(error) for words in LOCKED):
+            raise UserError(f"the MLflow store {uri} cannot be used: {error}") from None
+    finally:
+        _unfinished(path).unlink(missing_ok=True)
+
+
+def _make_database(path: Path | None, mlflow: Any) -> None:
+    """A new SQLite store, whole or not at all: half of MLflow's tables are a store that never opens again."""
+    if path is None or path.exists():
+        return
+    unfinished = _unfinished(path)
+    try:
+        mlflow.MlflowClient(f"sqlite:///{unfinished}").search_experiments(max_results=1)
+        if not path.exists():  # a UI may have made one meanwhile, and is using it
+            os.replace(unfinished, path)
+    finally:
+        for left in path.parent.glob(f"{unfinished.name}*"):  # SQLite's own journal too
+            left.unlink(missing_ok=True)
+
+
+def _unfinished(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
 
 def is_remote(uri: str) -> bool:

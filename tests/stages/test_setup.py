@@ -14,7 +14,7 @@ from torch import nn
 from pipeline import config, models
 from pipeline.data import prepared
 from pipeline.data.sources import Labelled
-from pipeline.engine import Trainer
+from pipeline.engine import Trainer, WeightAverage
 from pipeline.errors import UserError
 from pipeline.stages.best import Best
 from pipeline.stages.setup import (
@@ -115,7 +115,7 @@ def test_channels_last_gives_the_same_model_and_saves_it(
     assert trainers[1].model[0][0].weight.is_contiguous(memory_format=torch.channels_last)
     assert results[1].loss == pytest.approx(results[0].loss, rel=1e-5)
     best = Best("last")
-    best.consider(trainers[1].model, 0.5, 1)
+    best.consider(trainers[1].model, 0.5, 1, trainers[1].average)
     images = image_set(data)
     transform = models.prepare_transform(trainers[1].model, "small_cnn", "none", images)
     monkeypatch.setattr(models, "FOLDER", tmp_path)
@@ -134,7 +134,7 @@ def test_channels_last_gives_the_same_model_and_saves_it(
 def test_a_weight_that_is_not_finite_is_never_saved() -> None:
     best, model = Best("best"), nn.Linear(2, 2)
     nn.init.constant_(model.bias, torch.inf)
-    best.consider(model, 0.9, 1)
+    best.consider(model, 0.9, 1, WeightAverage(model, 0))
     with pytest.raises(UserError, match=r"not finite \(bias\)"):
         best.finite_weights()
 
@@ -145,8 +145,21 @@ def test_the_best_epoch_is_kept_the_earlier_on_a_tie_or_else_the_last() -> None:
         best = Best(save)
         for number, accuracy in enumerate([0.5, 0.7, 0.7, 0.6], start=1):
             nn.init.constant_(model.bias, number)
-            best.consider(model, accuracy, number)
+            best.consider(model, accuracy, number, WeightAverage(model, 0))
         assert (best.epoch, float(best.finite_weights()["bias"])) == (epoch, epoch)
+
+
+def test_of_averaged_weights_the_average_is_kept() -> None:
+    model = nn.Linear(1, 1)
+    average = WeightAverage(model, 0.5)
+    before = model.weight.detach().clone()
+    with torch.no_grad():
+        model.weight += 1
+    average.update()
+    best = Best("best")
+    best.consider(model, 0.9, 1, average)
+    assert torch.equal(best.finite_weights()["weight"], before + 0.5)
+    assert torch.equal(model.weight, before + 1)
 
 
 def test_the_ids_of_the_samples_are_those_of_the_loader(
