@@ -6,7 +6,7 @@ by row (but for the series that depend on the clock: samples_per_second, peaks o
 
     kills    SIGKILL at N moments: at random, while a checkpoint is written, after its rename, in validation
     signals  SIGTERM to `dvc repro` alone and to `mlflow run .` alone
-    server   a real MLflow server (and one on PostgreSQL where it is installed) killed and restarted K times
+    server   a real MLflow server on SQLite, killed and restarted K times
     hung     a server that takes connections and never answers: what training waits for it
     bits     a flipped bit at each place of a checkpoint
     cost     what a checkpoint takes, of a small and of a large model, on this thread and in the background

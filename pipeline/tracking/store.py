@@ -6,6 +6,7 @@ DVC_ROOT.
 
 import logging
 import os
+import shutil
 import sqlite3
 from contextlib import closing
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ RETRIES, TIMEOUT_SECONDS = "1", "20"  # of MLflow's own calls: it is we who try 
 LOCKED = ("database is locked", "disk I/O error", "database or disk is full")  # SQLite's words
 REFUSED_CODES = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_ALREADY_EXISTS")
 GONE_CODES = ("RESOURCE_DOES_NOT_EXIST", "NOT_FOUND")
+MIB = 1024**2
 LIBRARIES = ("requests", "urllib3", "sqlalchemy")  # whose exceptions come through
 
 
@@ -57,7 +59,7 @@ def connect(experiment: str) -> Store:
             mlflow.set_tracking_uri(uri)
             client = mlflow.MlflowClient()
             return Store(client, _chosen_experiment(client, uri) or _experiment_id(client, experiment, uri))
-    except UserError:
+    except (UserError, UnreachableError):
         raise
     except Exception as error:  # MLflow raises many kinds: its own, SQLAlchemy's, requests'
         if is_passing(error) and (is_remote(uri) or any(words in str(error) for words in LOCKED)):
@@ -94,6 +96,12 @@ def _make_database(path: Path | None, mlflow: Any) -> None:
         mlflow.MlflowClient(f"sqlite:///{unfinished}").search_experiments(max_results=1)
         if not path.exists():  # a UI may have made one meanwhile, and is using it
             os.replace(unfinished, path)
+    except Exception as error:
+        if not type(error).__module__.startswith(LIBRARIES):
+            raise
+        # a file that opens and then cannot be filled: MLflow tries again, and hides the disk's own reason
+        free = shutil.disk_usage(path.parent).free / MIB
+        raise UnreachableError(f"{path} cannot be made ({free:,.1f} MiB free): {short(error)}") from None
     finally:
         for left in path.parent.glob(f"{unfinished.name}*"):  # SQLite's own journal too
             left.unlink(missing_ok=True)

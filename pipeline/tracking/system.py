@@ -18,9 +18,20 @@ class SystemMetrics:
 
     def __init__(self, journal: Journal, step: Callable[[], int]) -> None:
         import_mlflow()
+        from mlflow.system_metrics.metrics.cpu_monitor import CPUMonitor
+        from mlflow.system_metrics.metrics.disk_monitor import DiskMonitor
+        from mlflow.system_metrics.metrics.network_monitor import NetworkMonitor
         from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
-        self._monitor = SystemMetricsMonitor("", sampling_interval=EVERY_SECONDS)
+        class Samplers(SystemMetricsMonitor):
+            """Its samplers, without the store that it opens, which may not be there."""
+
+            def __init__(self) -> None:
+                self.monitors = [CPUMonitor(), DiskMonitor(), NetworkMonitor()]
+                if gpu := self._initialize_gpu_monitor():
+                    self.monitors.append(gpu)
+
+        self._monitor = Samplers()
         self._journal = journal
         self._step = step
         self._ended = threading.Event()

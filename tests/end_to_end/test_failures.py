@@ -269,7 +269,9 @@ def test_a_ui_that_was_started_first_does_no_harm(project: Project) -> None:
 
 
 def test_four_processes_make_one_store_at_once(project: Project) -> None:
-    script = "from pipeline.tracking.store import connect; print('experiment', connect('tightfit').experiment_id)"
+    script = (
+        "from pipeline.tracking.store import connect; print('experiment', connect('tightfit').experiment_id)"
+    )
     processes = [project.start([sys.executable, "-c", script]) for _ in range(4)]
     said = [process.communicate(timeout=120)[0] for process in processes]
     assert [process.returncode for process in processes] == [0] * 4, said

@@ -152,6 +152,8 @@ def test_dvc_repro_again_runs_nothing(project: Project) -> None:
     before = len(project.runs())
     assert "Data and pipelines are up to date." in project.sh("dvc repro")
     assert len(project.runs()) == before
+    assert "nothing waits" in project.sh("python -m pipeline deliver-metrics")
+    assert "nothing was removed" in project.sh("python -m pipeline clean --dry-run")
 
 
 def test_dvcs_own_views_work(project: Project) -> None:
