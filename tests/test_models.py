@@ -122,6 +122,18 @@ def test_the_same_weights_give_the_same_bytes(saved: nn.Module) -> None:
     assert [path.read_bytes() for path in paths] == before
 
 
+@pytest.mark.parametrize("size", [(4, 4), (5, 7), (2, 3), (1, 1)])
+def test_quarter_means_are_adaptive_average_pooling(size: tuple[int, int]) -> None:
+    images = torch.rand(2, 3, *size, dtype=torch.float64, requires_grad=True)
+    weights = torch.arange(4.0).view(2, 2)
+    pooled, expected = models.QuarterMeans()(images), torch.nn.AdaptiveAvgPool2d(2)(images)
+    torch.testing.assert_close(pooled, expected)
+    torch.testing.assert_close(
+        torch.autograd.grad((pooled * weights).sum(), images),
+        torch.autograd.grad((expected * weights).sum(), images),
+    )
+
+
 @pytest.mark.usefixtures("saved")
 def test_damaged_or_missing_weights_are_refused() -> None:
     path = Path("models/model.safetensors")

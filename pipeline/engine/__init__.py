@@ -11,6 +11,7 @@ It imports torch and itself, nothing else, and serves in anybody's own script:
 from pipeline.engine.averaging import WeightAverage
 from pipeline.engine.checkpoint import Checkpoints, DamagedError
 from pipeline.engine.dependence import depends_on_split
+from pipeline.engine.determinism import nondeterministic
 from pipeline.engine.diagnosis import Diagnosis
 from pipeline.engine.host_state import keep_state_on_host
 from pipeline.engine.loop import fit
@@ -57,6 +58,7 @@ __all__ = [
     "fit",
     "freeze",
     "keep_state_on_host",
+    "nondeterministic",
     "offloaded",
     "parameter_groups",
     "random_state_kept",

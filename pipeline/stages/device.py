@@ -37,13 +37,19 @@ def _cpu_has_float16() -> bool:
     return not {"avx512_fp16", "amx_fp16", "fphp", "asimdhp"}.isdisjoint(words)
 
 
-def set_determinism(deterministic: bool, device: torch.device) -> None:
-    """On CUDA: deterministic kernels, or the fastest. On a CPU results do not vary in the first place."""
-    if device.type != "cuda":
-        return
+def set_determinism(deterministic: bool, without: list[str]) -> None:
+    """On CUDA: deterministic kernels, or the fastest. On a CPU results do not vary in the first place.
+
+    without: the model's operations that have no deterministic kernel. With any, all that have one use it,
+    but for attention, which torch keeps deterministic in its strict mode alone.
+    """
     if deterministic:
-        os.environ.setdefault(
-            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-        )  # cuBLAS's own condition, see torch's docs
-    torch.use_deterministic_algorithms(deterministic, warn_only=True)
+        # cuBLAS's own condition, see torch's docs
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        if without:
+            print(
+                f"model: CUDA has no deterministic {', '.join(without)}: the last bits of the result may "
+                "differ from run to run, and after a resume"
+            )
+    torch.use_deterministic_algorithms(deterministic, warn_only=bool(without))
     torch.backends.cudnn.benchmark = not deterministic

@@ -24,9 +24,11 @@ from pipeline.engine import (
     build_optimizer,
     depends_on_split,
     freeze,
+    nondeterministic,
     parameter_groups,
 )
 from pipeline.errors import UserError
+from pipeline.memory.trace import without_memory
 from pipeline.stages.quantised import quantised_adamw
 from pipeline.stages.savers import caches_casts, save_activations, save_state, saving
 
@@ -56,6 +58,20 @@ def build_model(params: Params, images: models.ImageSet) -> tuple[nn.Module, mod
     transform = models.prepare_transform(model, section.name, section.weights, images)
     models.check_forward(model, section.name, transform, classes)
     return model, transform, models.load_weights(model, section.name, section.weights, classes)
+
+
+def without_deterministic_kernel(params: Params, images: models.ImageSet) -> list[str]:
+    """The model's operations that have no deterministic kernel on CUDA; none where it needs real values."""
+    section, classes = params.model, len(images.classes)
+    model = without_memory(
+        lambda: models.build(section.name, section.args, classes, images.channels), device="meta"
+    )
+    transform = models.prepare_transform(model, section.name, section.weights, images)
+    blank = torch.empty(2, transform.channels, transform.size, transform.size, device="meta")
+    try:
+        return nondeterministic(lambda: model(blank).sum().backward())
+    except (RuntimeError, NotImplementedError):
+        return []  # its first window on CUDA will tell
 
 
 def build_loss(params: Params, data: prepared.Prepared) -> Callable[..., Any]:

@@ -29,6 +29,7 @@ from pipeline.stages.report import (
     log_start,
     run_name,
 )
+from pipeline.stages.setup import image_set, without_deterministic_kernel
 from pipeline.stages.training import Training, window_loader
 
 
@@ -44,9 +45,7 @@ def train(asked: Params) -> None:
         note_on_others(folder.path.parent, folder.path, device.type)
         found = find(asked, inputs, folder, len(window_loader(asked, data)))
         params, plan = planned(asked, found, data, device)
-        set_determinism(params.train.deterministic, device)
-        if device.type == "cpu":
-            keep_freed_memory()
+        prepare_device(params, data, device)
         training = Training(params, data, device, plan)
         begun = begin(asked, inputs, folder, found, training)
         with (
@@ -101,6 +100,17 @@ def planned(
             raise
         print(f"the plan so far is of no use here: {error}")
         return with_plan(asked, data.description, device)
+
+
+def prepare_device(params: Params, data: prepared.Prepared, device: torch.device) -> None:
+    """Settings of the whole process; a CPU is deterministic as it is."""
+    if device.type == "cpu":
+        keep_freed_memory()
+        return
+    deterministic = params.train.deterministic
+    set_determinism(
+        deterministic, without_deterministic_kernel(params, image_set(data)) if deterministic else []
+    )
 
 
 def begin(
@@ -164,6 +174,12 @@ def fit_kept(
     except DoesNotFitError as error:
         left = levers(training.params, training.params.memory.chosen, trainer.micro_batch_size)
         raise UserError(f"{str(error).rstrip('.')}. {left}") from error
+    except RuntimeError as error:
+        if "does not have a deterministic implementation" not in str(error):
+            raise
+        raise UserError(
+            f"{str(error).partition(',')[0]} on CUDA: set train.deterministic: false to train without"
+        ) from None
 
 
 def save_model(training: Training) -> None:

@@ -139,12 +139,17 @@ def profiled(trainer: Trainer, batch: Batch) -> int:
     return sum(tensor.nbytes for tensor in always) + max(running)
 
 
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")  # the flags' own
 @pytest.mark.parametrize("precision", ["fp32", "amp_bf16"])
 @pytest.mark.parametrize("name", PLAIN)
 def test_the_fake_trace_is_what_the_allocator_gave(name: str, precision: str) -> None:
-    """Kernels' own scratch space is in no trace; of oneDNN's and attention's on a CPU there can be much."""
+    """Kernels' own scratch space is in no trace; attention's on a CPU can be much, and so can oneDNN's in
+    bfloat16, by what the processor has for it: torch's own kernels have none.
+    """
     trace = fake(PLAIN[name], precision)
-    assert profiled(stepper(PLAIN[name](), precision), images(4)) == pytest.approx(trace.peak.total, rel=0.04)
+    with torch.backends.mkldnn.flags(enabled=precision == "fp32"):
+        peak = profiled(stepper(PLAIN[name](), precision), images(4))
+    assert peak == pytest.approx(trace.peak.total, rel=0.04)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "amp_bf16", "amp_fp16"])

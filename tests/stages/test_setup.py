@@ -24,6 +24,7 @@ from pipeline.stages.setup import (
     build_trainer,
     image_set,
     note_on_split,
+    without_deterministic_kernel,
 )
 
 COUNTS = (16, 4)  # training samples of the two classes
@@ -185,3 +186,15 @@ def test_what_depends_on_the_split_is_said_once(capsys: pytest.CaptureFixture[st
     assert "has batch statistics, dropout" in capsys.readouterr().out
     note_on_split(nn.Linear(2, 2))
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [("small_cnn", []), ("resnet18", []), ("vit_b_32", []), ("alexnet", ["AdaptiveAvgPool2d"])],
+)
+def test_what_cuda_has_no_deterministic_kernel_for_is_known_before_training(
+    name: str, named: list[str]
+) -> None:
+    params = config.parse(config.overridden(Path("params.yaml").read_text(), [f"model.name={name}"]))
+    images = models.ImageSet([str(i) for i in range(10)], channels=3, size=224, mean=[0.5] * 3, std=[0.2] * 3)
+    assert without_deterministic_kernel(params, images) == named
