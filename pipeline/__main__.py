@@ -192,7 +192,7 @@ def _note_project_run(stages: list[str]) -> None:
     if "MLFLOW_RUN_ID" not in os.environ:
         return
     path = Path("reports/test.json")
-    scores = files.read_json(path, "dvc repro evaluate")["test"] if path.is_file() else {}
+    scores = files.read_json(path, "dvc repro evaluate", {"test": dict})["test"] if path.is_file() else {}
     test = {f"test/{name}": value for name, value in scores.items()}
     tracking.note_project_run(config.load().tracking.experiment, stages, test)
 

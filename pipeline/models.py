@@ -7,6 +7,8 @@ logits = model(transform(images))          # images: uint8 (N, C, H, W)
 import difflib
 import importlib
 import inspect
+import os
+import re
 import urllib.error
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -201,8 +203,8 @@ def _normalisation_of(name: str, weights: str) -> tuple[list[float], list[float]
         return None
     beside = Path(weights).parent / "model.json"
     if weights != "DEFAULT" and beside.is_file():
-        transform = files.read_json(beside, MADE_BY)["transform"]
-        return transform["mean"], transform["std"]
+        transform = _transform_of(beside, read_description(beside))
+        return list(transform.mean), list(transform.std)
     if name not in torchvision_names():
         return None
     import torchvision
@@ -315,8 +317,9 @@ def save_model(
     micro_batch_size: that the training ended with, which is smaller than planned after out of memory.
     """
     tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in state.items()}
-    with files.whole(FOLDER / "model.safetensors") as temporary:
-        save_file(tensors, temporary)
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    with files.whole(FOLDER / "model.safetensors", size) as temporary:
+        _save(tensors, temporary)
     description = {
         "name": name,
         "args": args,
@@ -329,21 +332,58 @@ def save_model(
     files.write_json(FOLDER / "model.json", description)
 
 
-def load_model(folder: str | Path = FOLDER) -> LoadedModel:
-    """The saved model, rebuilt from its two files; raises UserError when one is missing or damaged."""
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    """safetensors' save_file, with the system's error for what it tells in words: "(os error 28)"."""
+    try:
+        save_file(tensors, path)
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1]))) from None
+
+
+def load_model(folder: str | Path = FOLDER, *, own_code: str = "") -> LoadedModel:
+    """The saved model, rebuilt from its two files; raises UserError when one is missing or damaged.
+
+    own_code: the package.module:function that the model may be built with. Without it, code of that kind is
+    refused: model.json may come from anybody, and importing what it names would run it.
+    """
     folder = Path(folder)
-    description = files.read_json(folder / "model.json", MADE_BY)
+    description = read_description(folder / "model.json")
+    transform = _transform_of(folder / "model.json", description)
+    name, classes = description["name"], description["classes"]
+    if ":" in name and name != own_code:
+        raise UserError(
+            f"{folder / 'model.json'} asks to run {name}: if you trust it, load it with own_code={name!r} "
+            "(the stages do where model.name says so)"
+        )
     path = folder / "model.safetensors"
     if not path.is_file() or files.sha256(path) != description["sha256"]:
         raise UserError(
             f"{path} is missing or not the file that model.json describes: run `{MADE_BY}` or `dvc checkout`"
         )
-    classes = description["classes"]
-    model = build(description["name"], description["args"], len(classes), description["channels"])
+    model = build(name, description["args"], len(classes), description["channels"])
     try:
         model.load_state_dict(load_file(path))
     except (SafetensorError, RuntimeError) as error:
-        raise UserError(f"{path} does not fit model {description['name']}: {error}") from None
-    parts = description["transform"]
-    transform = Transform(parts["size"], parts["channels"], tuple(parts["mean"]), tuple(parts["std"]))
+        raise UserError(f"{path} does not fit model {name}: {error}") from None
     return LoadedModel(model.eval(), transform, classes)
+
+
+def read_description(path: Path) -> dict[str, Any]:
+    """model.json; raises UserError where it is missing or something else."""
+    fields = {"name": str, "args": dict, "classes": list, "channels": int, "transform": dict, "sha256": str}
+    return files.read_json(path, MADE_BY, fields)
+
+
+def _transform_of(path: Path, description: dict[str, Any]) -> Transform:
+    parts = description["transform"]
+    try:
+        mean, std = (tuple(float(value) for value in parts[name]) for name in ("mean", "std"))
+        transform = Transform(int(parts["size"]), int(parts["channels"]), mean, std)
+        if transform.size < 1 or not len(mean) == len(std) == transform.channels:
+            raise ValueError("a mean and a std a channel")
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path}: its transform is none ({error!r}): run `{MADE_BY}` again") from None
+    return transform

@@ -1,6 +1,8 @@
+import re
 from pathlib import Path
 
 import pytest
+from hostile import no_file_over
 
 from pipeline import files
 from pipeline.errors import UserError
@@ -48,7 +50,7 @@ def test_json_has_one_form_and_no_nan(tmp_path: Path) -> None:
     assert path.read_bytes() == first
 
 
-@pytest.mark.parametrize("content", [None, "{"])
+@pytest.mark.parametrize("content", [None, "{", "[" * 100_000, "[]", "{}", '{"a": "one"}'])
 def test_a_missing_or_broken_json_names_the_command_that_makes_it(
     tmp_path: Path, content: str | None
 ) -> None:
@@ -56,7 +58,27 @@ def test_a_missing_or_broken_json_names_the_command_that_makes_it(
     if content is not None:
         path.write_text(content)
     with pytest.raises(UserError, match=r"a\.json.*run `dvc repro x`"):
-        files.read_json(path, "dvc repro x")
+        files.read_json(path, "dvc repro x", {"a": int})
+
+
+def test_a_full_disk_leaves_what_was_there_and_says_path_and_need(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    files.write_text(path, "first")
+    message = r"File too large \([\d.,]+ MiB free, 2\.0 MiB needed\)"
+    with (
+        no_file_over(1000),
+        pytest.raises(OSError, match=message),
+        files.whole(path, 2 * 1024**2) as temporary,
+    ):
+        temporary.write_bytes(bytes(2000))
+    with no_file_over(1000), pytest.raises(OSError, match=re.escape(str(path))):
+        files.write_text(path, "x" * 2000)
+    assert [(one.name, one.read_text()) for one in tmp_path.iterdir()] == [("out", "first")]
+
+
+def test_an_error_of_what_is_read_meanwhile_is_not_blamed_on_the_output(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="source"), files.whole(tmp_path / "out"):
+        (tmp_path / "source").read_text()
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -1,11 +1,13 @@
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from hostile import Touch, no_file_over
 from safetensors.torch import save_file
 from torch import nn
 
-from pipeline import models
+from pipeline import files, models
 from pipeline.errors import UserError
 from pipeline.models import ImageSet, Transform
 
@@ -146,6 +148,55 @@ def test_damaged_or_missing_weights_are_refused() -> None:
         models.load_model()
 
 
+@pytest.mark.usefixtures("saved")
+def test_a_description_runs_no_code_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "hostile.py").write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w')\nfrom pipeline.models import small_cnn as net\n"
+    )
+    path = Path("models/model.json")
+    files.write_json(path, json.loads(path.read_text()) | {"name": "hostile:net"})
+    with pytest.raises(UserError, match=r"asks to run hostile:net.*own_code='hostile:net'"):
+        models.load_model()
+    with pytest.raises(UserError, match="asks to run"):
+        models.load_model(own_code="other:net")
+    assert not (tmp_path / "ran").exists()
+    assert len(models.load_model(own_code="hostile:net").classes) == 10
+    assert (tmp_path / "ran").exists()
+
+
+@pytest.mark.usefixtures("saved")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"name": None},
+        {"classes": 3},
+        {"transform": {}},
+        {"transform": {"size": 8, "channels": 1, "mean": [1]}},
+    ],
+    ids=str,
+)
+def test_a_description_of_something_else_is_refused(changes: dict[str, object]) -> None:
+    path = Path("models/model.json")
+    files.write_json(path, json.loads(path.read_text()) | changes)
+    with pytest.raises(UserError, match=r"model\.json.*(run it again|run `dvc repro train` again)"):
+        models.load_model()
+
+
+@pytest.mark.usefixtures("saved")
+def test_a_full_disk_leaves_the_model_before() -> None:
+    before = models.load_model().model.state_dict()
+    other = {name: tensor + 1 for name, tensor in before.items()}
+    transform = Transform(8, 1, (0.3,), (0.4,))
+    message = r"File too large \([\d.,]+ MiB free, \d\.\d MiB needed\): 'models/model\.safetensors'"
+    with no_file_over(1000), pytest.raises(OSError, match=message):
+        models.save_model(
+            other, name="small_cnn", args={"width": 8}, transform=transform, images=GREY, micro_batch_size=4
+        )
+    for name, tensor in models.load_model().model.state_dict().items():
+        assert torch.equal(tensor, before[name])
+
+
 def test_local_weights_replace_all_but_a_head_of_another_size(tmp_path: Path) -> None:
     source = models.build("resnet18", {}, 1000, 3)
     torch.save(source.state_dict(), tmp_path / "w.pth")
@@ -179,16 +230,8 @@ def test_own_weights_bring_the_normalisation_that_was_saved_beside_them() -> Non
     assert (transform.mean, transform.std) == ((0.3,), (0.4,))
 
 
-class _Hostile:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple:
-        return (Path.touch, (self.path,))
-
-
 def test_a_hostile_weights_file_runs_no_code(tmp_path: Path) -> None:
-    torch.save({"weight": _Hostile(tmp_path / "ran")}, tmp_path / "w.pth")
+    torch.save({"weight": Touch(tmp_path / "ran")}, tmp_path / "w.pth")
     with pytest.raises(UserError, match="cannot be read as weights"):
         models.load_weights(models.small_cnn(10), "small_cnn", str(tmp_path / "w.pth"), 10)
     assert not (tmp_path / "ran").exists()

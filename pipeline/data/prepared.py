@@ -20,6 +20,16 @@ from pipeline.errors import UserError
 FOLDER = Path("data/prepared")
 SPLITS = ("train", "validation", "test")
 MADE_BY = "dvc repro prepare"
+FIELDS = {
+    "source": str,
+    "classes": list,
+    "shape": list,
+    "counts": dict,
+    "counts_by_class": dict,
+    "mean": list,
+    "std": list,
+    "sha256": dict,
+}
 
 
 @dataclass(frozen=True)
@@ -89,30 +99,47 @@ def describe(labelled: Labelled, splits: dict[str, np.ndarray], source: str) -> 
 
 def read_description(folder: Path = FOLDER) -> dict[str, Any]:
     """dataset.json; raises UserError where it is missing or damaged."""
-    description: dict[str, Any] = files.read_json(folder / "dataset.json", MADE_BY)
-    return description
+    return files.read_json(folder / "dataset.json", MADE_BY, FIELDS)
 
 
 def open_prepared(folder: Path = FOLDER) -> Prepared:
     """Opens the set and checks each file's digest; raises UserError that names what is missing or damaged."""
     description = read_description(folder)
-    for name, digest in description["sha256"].items():
-        path = folder / name
-        if not path.is_file():
-            raise UserError(f"{path} is missing: run `{MADE_BY}` (or `dvc checkout`) to have it again")
-        if files.sha256(path) != digest:
-            raise UserError(
-                f"{path} is not the file that was prepared (sha256 differs: truncated or changed): remove "
-                f"{folder} and run `{MADE_BY}` (or `dvc checkout`)"
-            )
-    splits = {
-        split: Split(
-            np.load(folder / f"{split}_images.npy", mmap_mode="r", allow_pickle=False),
-            np.load(folder / f"{split}_labels.npy", allow_pickle=False),
-        )
-        for split in SPLITS
-    }
+    splits = {split: _split(folder, split, description) for split in SPLITS}
     return Prepared(description, splits)
+
+
+def _split(folder: Path, split: str, description: dict[str, Any]) -> Split:
+    images, labels = (
+        _open(folder / name, description["sha256"].get(name))
+        for name in (f"{split}_images.npy", f"{split}_labels.npy")
+    )
+    if (
+        (images.dtype, images.shape) != (np.uint8, (len(labels), *description["shape"]))
+        or (labels.dtype, labels.ndim) != (np.int64, 1)
+        or (len(labels) and not 0 <= labels.min() <= labels.max() < len(description["classes"]))
+    ):
+        raise UserError(
+            f"{folder}: images {images.dtype} {images.shape} and labels {labels.dtype} {labels.shape} of "
+            f"{split} are not what dataset.json describes: remove {folder} and run `{MADE_BY}`"
+        )
+    return Split(images, np.array(labels))
+
+
+def _open(path: Path, digest: str | None) -> np.ndarray:
+    """The array of a file, memory-mapped, if the file has that sha256; raises UserError."""
+    if not path.is_file():
+        raise UserError(f"{path} is missing: run `{MADE_BY}` (or `dvc checkout`) to have it again")
+    try:
+        if files.sha256(path) != digest:
+            raise ValueError("sha256 differs: truncated or changed")
+        array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, OSError) as error:
+        raise UserError(
+            f"{path} is not the file that was prepared ({error}): remove {path.parent} and run `{MADE_BY}` "
+            "(or `dvc checkout`)"
+        ) from None
+    return array
 
 
 def channel_statistics(images: np.ndarray) -> tuple[list[float], list[float]]:

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from pipeline import files
 from pipeline.engine import Checkpoints
@@ -124,8 +124,15 @@ def _acquired(lock: IO[str]) -> bool:
 def read_status(path: Path) -> Status | None:
     """training.json of a folder; None where there is none, or none that can be read."""
     try:
-        values: dict[str, Any] = files.read_json(path / STATUS, MADE_BY)
-        return Status(**values)
+        kinds = {
+            "inputs": dict,
+            "state": str,
+            "name": str,
+            "journal": str,
+            "resumes": int,
+            "total_steps": int,
+        }
+        return Status(**files.read_json(path / STATUS, MADE_BY, kinds))
     except (UserError, TypeError):
         return None
 

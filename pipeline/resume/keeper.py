@@ -4,16 +4,14 @@ A checkpoint that cannot be written (a full disk, a quota, a folder that became 
 a non-finite weight does not end the training: the last good one stays, and it is said what is wrong.
 """
 
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pipeline import files
 from pipeline.engine import Checkpoints, NonFiniteError
 from pipeline.engine.snapshot import size_in_bytes
-
-MIB = 1024**2
 
 
 class Keeper:
@@ -81,8 +79,4 @@ class Keeper:
 
 def cannot_write(folder: Path, needed: int, error: OSError) -> str:
     """What is in the way, where, how much was needed and how much there is."""
-    sizes = f", {needed / MIB:,.1f} MiB needed" if needed else ""
-    return (
-        f"{folder} cannot be written to: {error.strerror or error} "
-        f"({shutil.disk_usage(folder).free / MIB:,.1f} MiB free{sizes})"
-    )
+    return f"{folder} cannot be written to: {error.strerror or error} ({files.room(folder, needed)})"

@@ -20,7 +20,7 @@ def evaluate(params: Params) -> None:
     files.check_writable(REPORTS)
     with inputs_unchanged("evaluate"):
         data = prepared.open_prepared()
-        loaded = models.load_model()
+        loaded = models.load_model(own_code=params.model.name)
         model = loaded.model.to(choose_device(params.execution.device))
         windows = WindowLoader(data.splits["test"], BATCH, seed=0).in_order()
         result = metrics.evaluate(metrics.logits(model, windows, loaded.transform), loaded.classes)

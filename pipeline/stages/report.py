@@ -99,7 +99,7 @@ def log_end(run: tracking.Run, training: Training, record: Record) -> None:
         run.figure(figure, f"figures/{name}.png")
         figures.close(figure)
     if params.tracking.log_model:
-        loaded = models.load_model()
+        loaded = models.load_model(own_code=params.model.name)
         example = torch.from_numpy(np.array(training.data.splits["validation"].images[:2]))
         run.model(loaded.model, training.transform(example).numpy())
     text = description(params, training.best, trainer, account)

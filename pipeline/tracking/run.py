@@ -221,8 +221,13 @@ def save_reference(run: Run, step: int) -> None:
 
 
 def read_reference() -> dict[str, Any]:
-    reference: dict[str, Any] = files.read_json(RUN_FILE, MADE_BY)
-    return reference
+    """What `save_reference` wrote; raises UserError where it is missing or something else."""
+    id_or_none = str | None
+    return files.read_json(
+        RUN_FILE,
+        MADE_BY,
+        {"run_id": id_or_none, "run_name": str, "experiment_id": id_or_none, "step": int},
+    )
 
 
 @contextmanager

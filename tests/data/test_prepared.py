@@ -1,11 +1,21 @@
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hostile import Touch
 
+from pipeline import files
 from pipeline.data import prepared
 from pipeline.data.sources import Labelled
 from pipeline.errors import UserError
+
+
+def describe_anew(folder: Path, **changes: object) -> None:
+    """dataset.json with changes, and digests that hold."""
+    path = folder / "dataset.json"
+    digests = {each.name: files.sha256(each) for each in folder.glob("*.npy")}
+    files.write_json(path, json.loads(path.read_text()) | {"sha256": digests} | changes)
 
 
 @pytest.fixture
@@ -62,3 +72,31 @@ def test_damage_is_found_and_the_file_named(folder: Path) -> None:
     path.unlink()
     with pytest.raises(UserError, match=r"validation_labels\.npy is missing: run `dvc repro prepare`"):
         prepared.open_prepared(folder)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"shape": [1, 4, 4]}, {"classes": ["a"]}, {"sha256": {}}, {"sha256": []}, {"counts": None}],
+    ids=str,
+)
+def test_a_description_of_something_else_is_refused(folder: Path, changes: dict[str, object]) -> None:
+    describe_anew(folder, **changes)
+    with pytest.raises(UserError, match="run `dvc repro prepare`|run it again"):
+        prepared.open_prepared(folder)
+
+
+@pytest.mark.parametrize("labels", [np.arange(4), np.zeros(5), np.full(5, -1), np.zeros((5, 1), np.int64)])
+def test_labels_that_are_none_are_refused(folder: Path, labels: np.ndarray) -> None:
+    np.save(folder / "test_labels.npy", labels)
+    describe_anew(folder)
+    with pytest.raises(UserError, match=r"of test are not what dataset\.json describes"):
+        prepared.open_prepared(folder)
+
+
+def test_a_hostile_array_runs_no_code(folder: Path, tmp_path: Path) -> None:
+    hostile = np.array([Touch(tmp_path / "ran")], dtype=object)
+    np.save(folder / "test_images.npy", hostile, allow_pickle=True)
+    describe_anew(folder)
+    with pytest.raises(UserError, match=r"test_images\.npy is not the file .*allow_pickle"):
+        prepared.open_prepared(folder)
+    assert not (tmp_path / "ran").exists()
