@@ -239,11 +239,11 @@ def signals(folder: Path) -> list[str]:
         _wait(lambda clone=clone: bool(clone.checkpoints()), 120)
         process.terminate()
         began = time.monotonic()
-        process.communicate(timeout=60)
+        said = process.communicate(timeout=60)[0]  # of the stage too, that has the same output
         _wait(lambda clone=clone: not _trains(clone), 30)
         took = time.monotonic() - began
         statuses = [status for _, status in clone.runs()]
-        assert "RUNNING" not in statuses, statuses
+        assert "RUNNING" not in statuses, f"{statuses}\n{said}"
         clone.sh(" ".join(command))
         run = json.loads((clone.folder / "reports" / "mlflow_run.json").read_text())["run_id"]
         assert clone.weights() == weights
