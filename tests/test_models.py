@@ -151,17 +151,17 @@ def test_damaged_or_missing_weights_are_refused() -> None:
 @pytest.mark.usefixtures("saved")
 def test_a_description_runs_no_code_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "hostile.py").write_text(
+    (tmp_path / "evil.py").write_text(
         f"open({str(tmp_path / 'ran')!r}, 'w')\nfrom pipeline.models import small_cnn as net\n"
     )
     path = Path("models/model.json")
-    files.write_json(path, json.loads(path.read_text()) | {"name": "hostile:net"})
-    with pytest.raises(UserError, match=r"asks to run hostile:net.*own_code='hostile:net'"):
+    files.write_json(path, json.loads(path.read_text()) | {"name": "evil:net"})
+    with pytest.raises(UserError, match=r"asks to run evil:net.*own_code='evil:net'"):
         models.load_model()
     with pytest.raises(UserError, match="asks to run"):
         models.load_model(own_code="other:net")
     assert not (tmp_path / "ran").exists()
-    assert len(models.load_model(own_code="hostile:net").classes) == 10
+    assert len(models.load_model(own_code="evil:net").classes) == 10
     assert (tmp_path / "ran").exists()
 
 
@@ -179,7 +179,7 @@ def test_a_description_runs_no_code_of_its_own(tmp_path: Path, monkeypatch: pyte
 def test_a_description_of_something_else_is_refused(changes: dict[str, object]) -> None:
     path = Path("models/model.json")
     files.write_json(path, json.loads(path.read_text()) | changes)
-    with pytest.raises(UserError, match=r"model\.json.*(run it again|run `dvc repro train` again)"):
+    with pytest.raises(UserError, match=r"model\.json.*run `dvc repro train`"):
         models.load_model()
 
 

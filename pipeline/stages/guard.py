@@ -27,6 +27,7 @@ STAGES_RUN = "TIGHTFIT_STAGES_RUN"  # a file in which each stage that runs leave
 def run_stage(name: str, work: Callable[[config.Params], None]) -> int:
     """Loads params.yaml, does the work and returns the exit code: 0, 2 for a user's mistake, 128 + signal."""
     signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if "DVC_STAGE" in environ or STAGES_RUN in environ:
         die_with_parent()
     if journal := environ.get(STAGES_RUN):

@@ -11,6 +11,7 @@ from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
+from pipeline.errors import UserError
 from pipeline.tracking.journal import EVENTS, Event, journals, read_delivered, read_events, write_delivered
 from pipeline.tracking.model import deliver_model
 from pipeline.tracking.store import GONE_CODES, Store, UnreachableError, connect, is_passing, short
@@ -69,12 +70,12 @@ class Delivery:
             if self._store is None:
                 self._store = connect(_experiment(self.folder))
             self._send(self._store, kind, events, state)
-        except OSError as error:
-            raise UnreachableError(short(error)) from None
+        except (UserError, UnreachableError):
+            raise
         except Exception as error:
             code = getattr(error, "error_code", None)
-            if code is None and not is_passing(error):
-                raise
+            if code is None and not is_passing(error):  # a fault inside MLflow: it may pass too
+                raise UnreachableError(f"{type(error).__name__}: {short(error)}") from None
             if code in GONE_CODES or INACTIVE in str(error):
                 run_id = state["run_id"] or events[0].get("adopt")
                 raise GoneError(f"MLflow run {run_id} is not in the store any more") from None
@@ -217,7 +218,6 @@ def _remove(path: Path) -> None:
 
 def deliver_all(folder: Path) -> list[tuple[Path, int, int, str]]:
     """Every journal under `folder`: how many events were sent, how many wait on, and why."""
-    from pipeline.errors import UserError
     from pipeline.tracking.journal import waiting_events
 
     found = []

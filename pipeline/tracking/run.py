@@ -149,7 +149,8 @@ def training_run(
         is_stop = isinstance(error, KeyboardInterrupt | SystemExit | Stopped)
         system.stop()
         journal.append("status", status="KILLED" if is_stop else "FAILED")
-        courier.finish(STOPPED_SECONDS if is_stop else END_SECONDS)
+        # the state is saved: a store of this machine that is only slow gets its time
+        courier.finish(STOPPED_SECONDS if is_stop and is_remote(tracking_uri()) else END_SECONDS)
         raise
     system.stop()
     if run.id is None or run.id != os.environ.get("MLFLOW_RUN_ID"):

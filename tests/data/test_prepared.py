@@ -81,7 +81,7 @@ def test_damage_is_found_and_the_file_named(folder: Path) -> None:
 )
 def test_a_description_of_something_else_is_refused(folder: Path, changes: dict[str, object]) -> None:
     describe_anew(folder, **changes)
-    with pytest.raises(UserError, match="run `dvc repro prepare`|run it again"):
+    with pytest.raises(UserError, match=r"run `dvc repro prepare`"):
         prepared.open_prepared(folder)
 
 
@@ -97,6 +97,6 @@ def test_a_hostile_array_runs_no_code(folder: Path, tmp_path: Path) -> None:
     hostile = np.array([Touch(tmp_path / "ran")], dtype=object)
     np.save(folder / "test_images.npy", hostile, allow_pickle=True)
     describe_anew(folder)
-    with pytest.raises(UserError, match=r"test_images\.npy is not the file .*allow_pickle"):
+    with pytest.raises(UserError, match=r"test_images\.npy is not the file .*Python objects in dtype"):
         prepared.open_prepared(folder)
     assert not (tmp_path / "ran").exists()

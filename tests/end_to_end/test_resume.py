@@ -103,7 +103,7 @@ def test_a_second_start_of_the_same_training_is_refused_with_the_first_ones_pid(
     assert f"the same training is running already, as process {process.pid}" in said
     project.set(lr="0.001")
     other = project.start(TRAIN)
-    wait_for(lambda: len(list(project.folder.glob(".checkpoints/*/step-*5.checkpoint"))) > 1, other)
+    wait_for(lambda: len({path.parent for path in checkpoints(project)}) > 1, other)
     for one in (process, other):
         one.send_signal(signal.SIGINT)
     said = other.communicate(timeout=60)[0]
