@@ -28,7 +28,6 @@ STAGES = ("prepare", "train", "evaluate")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     options = _parser().parse_args(arguments)
     if "MLFLOW_RUN_ID" in os.environ:  # under `mlflow run`, which may be killed alone
         die_with_parent()

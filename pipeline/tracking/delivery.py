@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import UserError
-from pipeline.tracking.journal import EVENTS, Event, journals, read_delivered, read_events, write_delivered
+from pipeline.tracking.journal import (
+    EVENTS,
+    Event,
+    journals,
+    read_delivered,
+    read_events,
+    waiting_events,
+    write_delivered,
+)
 from pipeline.tracking.model import deliver_model
 from pipeline.tracking.store import GONE_CODES, Store, UnreachableError, connect, is_passing, short
 
@@ -218,8 +226,6 @@ def _remove(path: Path) -> None:
 
 def deliver_all(folder: Path) -> list[tuple[Path, int, int, str]]:
     """Every journal under `folder`: how many events were sent, how many wait on, and why."""
-    from pipeline.tracking.journal import waiting_events
-
     found = []
     for journal in journals(folder):
         before, why = waiting_events(journal), ""

@@ -6,7 +6,6 @@ DVC_ROOT.
 
 import logging
 import os
-import shutil
 import sqlite3
 from contextlib import closing
 from dataclasses import dataclass
@@ -14,13 +13,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
 
+from pipeline import files
 from pipeline.errors import UserError
 
 RETRIES, TIMEOUT_SECONDS = "1", "20"  # of MLflow's own calls: it is we who try again
 LOCKED = ("database is locked", "disk I/O error", "database or disk is full")  # SQLite's words
 REFUSED_CODES = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_ALREADY_EXISTS")
 GONE_CODES = ("RESOURCE_DOES_NOT_EXIST", "NOT_FOUND")
-MIB = 1024**2
 LIBRARIES = ("requests", "urllib3", "sqlalchemy")  # whose exceptions come through
 
 
@@ -100,8 +99,7 @@ def _make_database(path: Path | None, mlflow: Any) -> None:
         if not type(error).__module__.startswith(LIBRARIES):
             raise
         # a file that opens and then cannot be filled: MLflow tries again, and hides the disk's own reason
-        free = shutil.disk_usage(path.parent).free / MIB
-        raise UnreachableError(f"{path} cannot be made ({free:,.1f} MiB free): {short(error)}") from None
+        raise UnreachableError(f"{path} cannot be made ({files.room(path.parent)}): {short(error)}") from None
     finally:
         for left in path.parent.glob(f"{unfinished.name}*"):  # SQLite's own journal too
             left.unlink(missing_ok=True)

@@ -186,6 +186,18 @@ def test_a_signal_ends_the_run_killed(project: Project, number: signal.Signals, 
     assert no_model(project)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_ctrl_c_while_a_stage_imports_is_no_traceback(project: Project) -> None:
+    process = project.start([sys.executable, "-u", "-m", "pipeline.stages.train"])
+    loaded, until = Path(f"/proc/{process.pid}/maps"), time.monotonic() + 60
+    while "libtorch_cpu" not in loaded.read_text():  # the first of its imports
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=60)
+    assert (process.returncode, said) == (-signal.SIGINT, "")
+
+
 def test_params_edited_while_a_stage_runs_fail_it_and_say_what_changed(project: Project) -> None:
     project.set(epochs="6")
     process = project.start([sys.executable, "-u", "-m", "pipeline.stages.train"])

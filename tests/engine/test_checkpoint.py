@@ -4,8 +4,6 @@ import hashlib
 import os
 import pickle
 import re
-import resource
-import signal
 import subprocess
 import sys
 import textwrap
@@ -15,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hostile import Touch, no_file_over
 
 from pipeline.engine import Checkpoints, DamagedError
 from pipeline.engine import checkpoint as checkpoints
@@ -87,24 +86,14 @@ def test_a_foreign_file_a_folder_and_a_missing_one_are_refused(tmp_path: Path) -
             checkpoints.read(other)
 
 
-class Payload:
-    """What a hostile file would do when it is unpickled."""
-
-    def __init__(self, target: Path) -> None:
-        self.target = target
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return os.mkdir, (str(self.target),)
-
-
 def test_a_hostile_checkpoint_runs_no_code_though_its_digest_is_right(tmp_path: Path) -> None:
     target, path = tmp_path / "was here", tmp_path / NAME
-    torch.save({"step": Payload(target)}, path)
+    torch.save({"step": Touch(target)}, path)
     data = path.read_bytes()
     path.write_bytes(data + hashlib.sha256(data).digest() + checkpoints.MAGIC)
     with pytest.raises(DamagedError, match="more than tensors"):
         checkpoints.read(path)
-    path.write_bytes(pickle.dumps(Payload(target)) * 50)
+    path.write_bytes(pickle.dumps(Touch(target)) * 50)
     with pytest.raises(DamagedError):
         checkpoints.read(path)
     assert not target.exists()
@@ -112,7 +101,7 @@ def test_a_hostile_checkpoint_runs_no_code_though_its_digest_is_right(tmp_path: 
 
 def test_what_could_not_be_read_without_running_code_is_not_written(tmp_path: Path) -> None:
     """torch.__version__ looks like a text and is none."""
-    for value in (torch.__version__, Payload(tmp_path), {1, 2}, np.float64(1.0)):
+    for value in (torch.__version__, Touch(tmp_path), {1, 2}, np.float64(1.0)):
         with pytest.raises(TypeError, match=re.escape("content['how'][0] is a")):
             checkpoints.write(tmp_path / NAME, {"how": [value]})
     assert list(tmp_path.iterdir()) == []
@@ -146,16 +135,9 @@ def test_a_write_that_fails_leaves_the_last_good_one_and_says_so(tmp_path: Path,
     kept = Checkpoints(tmp_path, background=background)
     kept.save({"step": 1}, 1)
     kept.wait()
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
-        with pytest.raises(OSError, match="File too large"):
-            kept.save({"weights": torch.zeros(1_000_000)}, 2)
-            kept.wait()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
+    with no_file_over(100_000), pytest.raises(OSError, match="File too large"):
+        kept.save({"weights": torch.zeros(1_000_000)}, 2)
+        kept.wait()
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001.checkpoint"]
     kept.save({"step": 3}, 3)
     kept.wait()

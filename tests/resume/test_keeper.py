@@ -1,12 +1,11 @@
 """When a checkpoint is written, and that one which cannot be does not end the training."""
 
-import resource
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hostile import no_file_over
 
 from pipeline.engine import Checkpoints, NonFiniteError
 from pipeline.resume.keeper import Keeper
@@ -57,13 +56,8 @@ def test_a_disk_that_is_full_is_named_with_the_need(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     full = keeper(tmp_path, torch.zeros(1_000_000))
-    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    with no_file_over(100_000):
         assert not full.save(2)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
     said = capsys.readouterr().out
     assert f"{tmp_path} cannot be written to: File too large" in said
     assert "3.8 MiB needed" in said

@@ -31,6 +31,7 @@ def test_unchanged_inputs_pass(folder: Path) -> None:
         (folder / "params.yaml").write_text("optimizer:\n  lr: 1\ntracking:\n  name: b\n")
     with guard.inputs_unchanged("train"):
         (folder / "unlisted.py").write_text("x = 2\n")
+    assert "unlisted.py" not in guard.code_digests("train")
 
 
 def test_a_param_or_code_that_changed_meanwhile_is_named(folder: Path) -> None:

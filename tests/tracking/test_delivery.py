@@ -14,6 +14,7 @@ from stored import EXPERIMENT, Store
 from pipeline.tracking import Journal, Run, deliver_all, waiting_events
 from pipeline.tracking.delivery import Delivery, GoneError
 from pipeline.tracking.journal import EVENTS, read_delivered, read_events, write_delivered
+from pipeline.tracking.store import UnreachableError
 
 STEPS, KEYS = 30, 50  # 1500 values: more than one call of MLflow's takes
 LONG = "x" * 7000  # longer than MLflow takes
@@ -273,6 +274,26 @@ def test_what_mlflow_refuses_is_passed_over_with_a_message_and_the_rest_arrives(
     assert data.metrics["loss"] == 2.0
     assert data.tags["after"] == "all"
     assert Delivery(journal.folder).run() == 0  # and is not tried again
+
+
+def test_a_fault_inside_mlflow_loses_nothing_and_the_next_attempt_goes_on(
+    store: Store, journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Run(journal).params({"rate": 1})
+    journal.metrics({"loss": 2.0}, 1)
+    delivery = Delivery(journal.folder)
+
+    def fault(*args: object, **kwargs: object) -> None:
+        raise AttributeError("partially initialized module")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(mlflow.MlflowClient, "log_batch", fault)
+        with pytest.raises(UnreachableError, match="AttributeError: partially initialized module"):
+            delivery.run()
+        assert waiting_events(journal.folder) == 2
+    delivery.run()
+    assert waiting_events(journal.folder) == 0
+    assert (store.run().data.params, store.run().data.metrics) == ({"rate": "1"}, {"loss": 2.0})
 
 
 def test_a_param_that_changes_takes_no_other_with_it(store: Store, journal: Journal) -> None:
