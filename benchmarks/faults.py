@@ -228,22 +228,14 @@ def kills(folder: Path, count: int, seed: int) -> list[str]:
 def signals(folder: Path) -> list[str]:
     """SIGTERM to the outermost process alone; the stage must end in order, and the command continue it."""
     weights, history, _ = uninterrupted(folder / "uninterrupted")
-    lines = []
     commands = {
         "dvc repro": [sys.executable, "-m", "dvc", "repro", "train"],
         "mlflow run .": [sys.executable, "-m", "mlflow", "run", ".", "--env-manager", "local"],
     }
+    lines = []
     for name, command in commands.items():
         clone = Clone(folder / name.split()[0])
-        process = clone.start(command)
-        _wait(lambda clone=clone: bool(clone.checkpoints()), 120)
-        process.terminate()
-        began = time.monotonic()
-        said = process.communicate(timeout=60)[0]  # of the stage too, that has the same output
-        _wait(lambda clone=clone: not _trains(clone), 30)
-        took = time.monotonic() - began
-        statuses = [status for _, status in clone.runs()]
-        assert "RUNNING" not in statuses, f"{statuses}\n{said}"
+        took, status = _terminated(clone, command)
         clone.sh(" ".join(command))
         run = json.loads((clone.folder / "reports" / "mlflow_run.json").read_text())["run_id"]
         assert clone.weights() == weights
@@ -251,10 +243,24 @@ def signals(folder: Path) -> list[str]:
         assert trained == history, _difference(trained, history)
         assert {status for _, status in clone.runs()} == {"FINISHED"}
         lines.append(
-            f"SIGTERM to {name} alone: the stage saved and ended within {took:.1f} s, run {statuses[0]}; "
+            f"SIGTERM to {name} alone: the stage saved and ended within {took:.1f} s, run {status}; "
             "continued: weights and history equal, FINISHED"
         )
     return lines
+
+
+def _terminated(clone: Clone, command: list[str]) -> tuple[float, str]:
+    """Ends a training's outermost process; returns the seconds its stage went on, and its run's status."""
+    process = clone.start(command)
+    _wait(lambda: bool(clone.checkpoints()), 120)
+    process.terminate()
+    began = time.monotonic()
+    said = process.communicate(timeout=60)[0]  # of the stage too, that has the same output
+    _wait(lambda: not _trains(clone), 30)
+    took = time.monotonic() - began
+    statuses = [status for _, status in clone.runs()]
+    assert "RUNNING" not in statuses, f"{statuses}\n{said}"
+    return took, statuses[0]
 
 
 def _trains(clone: Clone) -> bool:
@@ -472,6 +478,17 @@ def _free_port() -> int:
         return int(listener.getsockname()[1])
 
 
+def measured(part: str, folder: Path, options: argparse.Namespace) -> list[str]:
+    """The lines of one part of the table."""
+    if part == "kills":
+        return kills(folder, options.kills, options.seed)
+    if part == "server":
+        return server(folder, options.restarts)
+    if part == "bits":
+        return bits()
+    return {"signals": signals, "hung": hung, "cost": cost}[part](folder)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -485,14 +502,7 @@ def main() -> None:
     for part in options.parts or parts:
         with tempfile.TemporaryDirectory() as name:
             folder, began = Path(name), time.monotonic()
-            lines = {
-                "kills": lambda folder=folder: kills(folder, options.kills, options.seed),
-                "signals": lambda folder=folder: signals(folder),
-                "server": lambda folder=folder: server(folder, options.restarts),
-                "hung": lambda folder=folder: hung(folder),
-                "bits": bits,
-                "cost": lambda folder=folder: cost(folder),
-            }[part]()
+            lines = measured(part, folder, options)
             print(f"\n{part} ({time.monotonic() - began:.0f} s)", *lines, sep="\n", flush=True)
 
 

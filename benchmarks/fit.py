@@ -266,9 +266,9 @@ def take_windows(trainer: engine.Trainer, batch: tuple[Tensor, Tensor]) -> int:
 
 def of_family(task: tuple[str, str, int, str, list[float]]) -> list[Outcome]:
     """The largest model within each budget, by bisection; in a fresh process."""
-    *who, family, budgets = task
+    name, precision, taken, family, budgets = task
     prepare_process()
-    contender, found = Contender(*who), []
+    contender, found = Contender(name, precision, taken), []
     for gib in budgets:
         best, low, high = Outcome(), 0, len(FAMILIES[family])
         while low < high:
@@ -292,7 +292,7 @@ def prepare_process() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     torch.set_num_threads(1)  # several processes with threads of their own wait for each other
     install_autocast_lists()
-    nn.Module.to = nn.Module.cpu = lambda module, *_, **__: module  # type: ignore[method-assign]
+    nn.Module.to = nn.Module.cpu = lambda module, *_, **__: module  # type: ignore[method-assign, assignment]
 
 
 def exactness(precision: str, workload: str, size: int = 4) -> str:

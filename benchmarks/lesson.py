@@ -11,16 +11,19 @@ although they are not; and the same with the loss scale.
 """
 
 import sys
+import tempfile
 import time
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeline import models, tracking
 from pipeline.data import sources, splits
@@ -51,9 +54,10 @@ def main() -> None:
     train, test = data()
     rows = []
     for variant in VARIANTS:
-        with tracking.training_run("tightfit-lesson", variant.name) as run:
+        peak, stepper = peak_mib(variant, train), trainer(variant)
+        with tempfile.TemporaryDirectory() as journal, run_of(variant, Path(journal), stepper) as run:
             run.params(vars(variant) | {"effective_batch_size": BATCH, "epochs": EPOCHS, "lr": RATE})
-            rows.append(measure(variant, train, test, run))
+            rows.append(measure(variant.name, peak, stepper, train, test, run))
     shares = underflow(train)
     print(f"{'':14}{'seconds':>9}{'peak MiB':>10}{'accuracy':>10}{'skipped':>9}")
     for row in rows:
@@ -65,7 +69,18 @@ def main() -> None:
     draw(rows, shares)
 
 
-def draw(rows: list[dict[str, object]], underflow: tuple[float, float]) -> None:
+def run_of(variant: Variant, journal: Path, stepper: Trainer) -> AbstractContextManager[tracking.Run]:
+    return tracking.training_run(
+        "tightfit-lesson",
+        variant.name,
+        journal,
+        resumed=False,
+        run_id=None,
+        step=lambda: stepper.state.step,
+    )
+
+
+def draw(rows: list[dict[str, Any]], underflow: tuple[float, float]) -> None:
     """Bars of seconds, peak and accuracy a variant, and of the gradients that float16 loses."""
     plt.switch_backend("Agg")  # a file alone: no display
     figure, panels = plt.subplots(1, 4, figsize=(14, 3.5), layout="constrained")
@@ -88,9 +103,9 @@ def draw(rows: list[dict[str, object]], underflow: tuple[float, float]) -> None:
     figure.savefig(FIGURE, dpi=100)
 
 
-def measure(variant: Variant, train: Batch, test: Batch, run: tracking.Run) -> dict[str, object]:
-    peak = peak_mib(variant, train)
-    stepper = trainer(variant)
+def measure(
+    name: str, peak: float, stepper: Trainer, train: Batch, test: Batch, run: tracking.Run
+) -> dict[str, Any]:
     started = time.perf_counter()
     for epoch in range(EPOCHS):
         for window in windows(train, epoch):
@@ -102,7 +117,7 @@ def measure(variant: Variant, train: Batch, test: Batch, run: tracking.Run) -> d
         accuracy = float((stepper.model(test[0]).argmax(1) == test[1]).float().mean())
     measured = {"seconds": seconds, "peak_mib": peak, "accuracy": accuracy}
     run.metrics({f"lesson/{name}": value for name, value in measured.items()}, stepper.state.step)
-    return {"name": variant.name, **measured, "skipped": stepper.state.skipped_steps}
+    return {"name": name, **measured, "skipped": stepper.state.skipped_steps}
 
 
 def data() -> tuple[Batch, Batch]:
@@ -162,7 +177,7 @@ def gradients(precision: str, scale: float, window: Batch) -> Tensor:
     seen: list[Tensor] = []
     weights = [parameter for parameter in probe.model.parameters() if parameter.ndim > 1]
     probe.optimizer.register_step_pre_hook(
-        lambda *_: seen.extend(nn.utils.parameters_to_vector([w.grad for w in weights]).split(10**9))
+        lambda *_: seen.append(torch.cat([w.grad.flatten() for w in weights if w.grad is not None]))
     )
     probe.step(window)
     return seen[0].clone()

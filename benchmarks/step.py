@@ -22,6 +22,7 @@ import statistics
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("DO_NOT_TRACK", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -77,7 +78,7 @@ def compare(
         count = turns * windows
         return [Job(name, WORKLOADS[workload], precision, count, equal, device, order) for name in names]
 
-    first: dict[str, Job | str] = {}
+    first: dict[str, Any] = {}
     for name in names:  # one after the other: imports, kernels; who can do this at all
         first |= run(jobs([name], WARM_UP + 1, 1))
     able = [name for name in names if not isinstance(first[name], str)]
@@ -105,7 +106,7 @@ def compare(
     return [setting | row for row in rows]
 
 
-def run(jobs: list[Job]) -> dict[str, Job | str]:
+def run(jobs: list[Job]) -> dict[str, Any]:
     """Runs the jobs in turn; gives each back, or what it could not do."""
     results: dict[str, Job | str] = {}
 
