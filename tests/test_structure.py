@@ -100,7 +100,7 @@ def test_a_stages_code_deps_are_its_import_closure(stage: str) -> None:
     listed = {dep for dep in STAGES[stage]["deps"] if dep.endswith(".py")}
     assert listed == closure(f"pipeline.stages.{stage}")
     assert "requirements.txt" in STAGES[stage]["deps"]
-    assert STAGES[stage]["cmd"] == f"python -m pipeline.stages.{stage}"
+    assert STAGES[stage]["cmd"] == f"exec python -m pipeline.stages.{stage}"
 
 
 def test_a_stages_outputs_are_what_the_next_one_depends_on() -> None:
