@@ -133,6 +133,9 @@ class Checkpoints:
         """The newest first."""
         return sorted((path for path in _entries(self.folder) if NAME.fullmatch(path.name)), reverse=True)
 
+    def size_in_bytes(self) -> int:
+        return sum(path.stat().st_size for path in self.paths())
+
     def newest(self) -> Iterator[tuple[Path, Any]]:
         """Each checkpoint with its content or the DamagedError that reading it raised, the newest first."""
         for path in self.paths():

@@ -35,4 +35,5 @@ def budget(device: torch.device, described: Device) -> int:
 
 
 def in_mib(size: float) -> str:
-    return f"{size / MIB:,.0f} MiB"
+    mib = size / MIB
+    return f"{mib:,.0f} MiB" if mib >= 10 else f"{mib:,.1f} MiB"

@@ -5,10 +5,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from pipeline import config, figures, models
 from pipeline.config import Params
 from pipeline.data import prepared, sources, splits
-from pipeline.engine import depends_on_split
+from pipeline.engine import depends_on_split, freeze
 from pipeline.errors import UserError
 from pipeline.memory import devices
 from pipeline.memory.devices import GIB, in_mib
@@ -17,6 +19,7 @@ from pipeline.memory.prediction import CUDA, MIB, Device, Prediction
 from pipeline.memory.trace import without_memory
 from pipeline.memory.workload import CHANNELS, CLASSIFICATION, WORKLOADS
 from pipeline.stages.device import choose_device
+from pipeline.stages.disk import Space, space
 from pipeline.stages.largest import largest
 from pipeline.stages.planning import Forecast, planner
 from pipeline.stages.quantised import BYTES
@@ -39,7 +42,8 @@ def show(overrides: list[str], budgets: str, *, as_json: bool, figure: str | Non
         planned = planner(forecast, params, description, device)
         plans = [planned.plan(size) for size in sizes]
     if as_json:
-        print(json.dumps([as_dict(plan) for plan in plans], indent=2))
+        disk = as_bytes(space(params, on_meta(params, description)))
+        print(json.dumps([as_dict(plan) | {"disk": disk} for plan in plans], indent=2))
     else:
         print_table(params, description["shape"][-1], device, forecast.window, plans)
         print_breakdown(next((plan for plan in plans if plan.fits), plans[0]))
@@ -136,17 +140,10 @@ def print_breakdown(plan: Plan) -> None:
 
 
 def print_notes(params: Params, description: dict[str, Any], overrides: list[str], plans: list[Plan]) -> None:
-    section = params.model
-    model = without_memory(
-        lambda: models.build(
-            section.name, section.args, len(description["classes"]), description["shape"][0]
-        ),
-        device="meta",
-    )
+    model = on_meta(params, description)
     if kinds := depends_on_split(model):
         print(f"The result depends on the micro-batch: the model has {', '.join(kinds)}.")
-    size = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
-    print(f"Disk: {size / MIB:,.1f} MiB for the model.")
+    print(f"Disk: {space(params, model)}.")
     best = next((plan for plan in plans if plan.fits), None)
     state = 2 * (best or plans[0]).best.highest["gradients"]  # two moments, in float32 as gradients are
     if params.optimizer.name == "adamw" and params.optimizer.state_bits == 32:
@@ -155,7 +152,7 @@ def print_notes(params: Params, description: dict[str, Any], overrides: list[str
             f"optimizer.state_bits 8 would save {in_mib(saved[8])} of the state, 4 {in_mib(saved[4])}; both "
             "are approximate, so they are yours to choose."
         )
-    if best is not None and models.kind(section.name) == "classification":
+    if best is not None and models.kind(params.model.name) == "classification":
         planned = ("batch.micro_batch_size=", "memory.savers=")
         others = [change for change in overrides if not change.startswith(planned)]
         savers = ",".join(best.best.savers)
@@ -165,6 +162,17 @@ def print_notes(params: Params, description: dict[str, Any], overrides: list[str
             f"memory.savers=[{savers}]",
         ]
         print("To train so: dvc exp run " + " ".join(f"-S {change}" for change in changes))
+
+
+def on_meta(params: Params, description: dict[str, Any]) -> nn.Module:
+    """The model, with what is frozen, and without memory."""
+    section, (channels, *_) = params.model, description["shape"]
+    model = without_memory(
+        lambda: models.build(section.name, section.args, len(description["classes"]), channels),
+        device="meta",
+    )
+    freeze(model, section.freeze)
+    return model
 
 
 def print_largest(params: Params, description: dict[str, Any], device: Device, budgets: list[int]) -> None:
@@ -193,6 +201,10 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "not_taken": [asdict(tried) for tried in plan.not_taken],
         "prediction": plan.best.as_dict(),
     }
+
+
+def as_bytes(disk: Space) -> dict[str, int]:
+    return {"model": disk.model, "checkpoint": disk.checkpoint, "checkpoints": disk.checkpoints}
 
 
 def draw(plans: list[Plan], path: Path) -> None:

@@ -18,6 +18,7 @@ from pipeline.resume.found import Found, find, kept_plan
 from pipeline.resume.keeper import Keeper
 from pipeline.resume.stop import Stop
 from pipeline.stages.device import choose_device, note_on_precision, set_determinism
+from pipeline.stages.disk import note_on_disk, space
 from pipeline.stages.guard import check_dependency, code_digests, inputs_unchanged, run_stage
 from pipeline.stages.planning import levers, with_plan
 from pipeline.stages.record import TRAINING_CSV, Record
@@ -47,6 +48,8 @@ def train(asked: Params) -> None:
         params, plan = planned(asked, found, data, device)
         prepare_device(params, data, device)
         training = Training(params, data, device, plan)
+        needed = space(params, training.trainer.model)
+        note_on_disk(needed, folder.path, folder.checkpoints().size_in_bytes())
         begun = begin(asked, inputs, folder, found, training)
         with (
             tracking.training_run(

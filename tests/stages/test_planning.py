@@ -249,6 +249,7 @@ def test_the_commands_json_adds_up(in_tmp: Path, capsys: pytest.CaptureFixture[s
         prediction["allocated"] + prediction["rounding"] + prediction["context"] + prediction["workspaces"]
     )
     assert prediction["context"] >= 300 * MIB
+    assert plan["disk"]["checkpoints"] == 3 * plan["disk"]["checkpoint"] > 9 * plan["disk"]["model"]
 
 
 @pytest.mark.parametrize(
