@@ -18,8 +18,10 @@ help:
 repro: $(VENV)/.runtime
 	$(IN_VENV) dvc repro
 
+# a file's tests share fixtures; the longest files (tests/end_to_end/) come early, so that no worker waits at the end
+SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
 test: $(VENV)/.dev
-	$(IN_VENV) pytest -n 2 --dist loadfile
+	$(IN_VENV) pytest $(SIDE_BY_SIDE)
 
 ui: $(VENV)/.runtime
 	$(IN_VENV) python -m pipeline ui

@@ -6,161 +6,49 @@ by row (but for the series that depend on the clock: samples_per_second, peaks o
 
     kills    SIGKILL at N moments: at random, while a checkpoint is written, after its rename, in validation
     signals  SIGTERM to `dvc repro` alone and to `mlflow run .` alone
-    server   a real MLflow server on SQLite, killed and restarted K times
+    server   a real MLflow server, killed and restarted K times: on SQLite, and on PostgreSQL where that and
+             its driver are installed (python -m pip install psycopg2-binary)
     hung     a server that takes connections and never answers: what training waits for it
     bits     a flipped bit at each place of a checkpoint
     cost     what a checkpoint takes, of a small and of a large model, on this thread and in the background
 """
 
 import argparse
+import functools
 import json
 import os
 import random
-import re
 import shutil
 import signal
 import socket
-import sqlite3
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-TRAIN = [sys.executable, "-u", "-m", "pipeline.stages.train"]
-PREPARE = [sys.executable, "-m", "pipeline.stages.prepare"]
-CLOCK = re.compile(r"samples_per_second|peak|rss|prediction_error|device_used|^system/")
-MODEL = '''
-from torch import nn
+from clones import CLOCK, TRAIN, Clone, History, difference, history, wait_for
+from servers import free_port, missing_for_postgres, postgres, start_server, stop_server
 
 
-def model(num_classes):
-    """With BatchNorm and dropout: what a careless resume would get wrong."""
-    return nn.Sequential(
-        nn.Conv2d(1, 12, 3, padding=1), nn.BatchNorm2d(12), nn.ReLU(), nn.Dropout(0.2),
-        nn.Conv2d(12, 24, 3, stride=2), nn.BatchNorm2d(24), nn.ReLU(), nn.Flatten(), nn.Dropout(0.3),
-        nn.Linear(24 * 9, num_classes),
-    )
-'''
-SETTINGS = {
-    "name: small_cnn": "name: pipeline.custom.faulty:model",
-    "ema_decay: 0.0 ": "ema_decay: 0.9 ",
-    "every_steps: none": "every_steps: 7",
-    "init_scale: 65536": "init_scale: 16777216",  # so large that steps are skipped now and then
-    "log_model: true": "log_model: false",
-    "epochs: 8": "epochs: 20",
-}
-History = Counter[tuple[str, int, float]]
+@dataclass(frozen=True)
+class Oracle:
+    """What the training ends with that nothing happens to."""
+
+    weights: bytes
+    history: History
+    windows: int
 
 
-class Clone:
-    """A clone of the project with a small training in it, and what its commands left."""
-
-    def __init__(self, folder: Path, **settings: str) -> None:
-        self.folder = folder
-        names = subprocess.run(
-            ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
-            cwd=ROOT,
-            check=True,
-            capture_output=True,
-            text=True,
-        ).stdout
-        for name in filter(None, names.split("\0")):
-            if (ROOT / name).is_file():
-                (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(ROOT / name, folder / name)
-        (folder / "pipeline" / "custom" / "faulty.py").write_text(MODEL)
-        listed = (folder / "dvc.yaml").read_text()
-        line = "      - pipeline/data/loader.py\n"
-        (folder / "dvc.yaml").write_text(listed.replace(line, f"      - pipeline/custom/faulty.py\n{line}"))
-        text = (folder / "params.yaml").read_text()
-        for before, after in {**SETTINGS, **settings}.items():
-            assert before in text, before
-            text = text.replace(before, after)
-        (folder / "params.yaml").write_text(text)
-        self.sh("git init -q && git add -A && git -c user.name=a -c user.email=a@b commit -qm start")
-        self.sh(" ".join(PREPARE))
-
-    def environment(self, **more: str) -> dict[str, str]:
-        # without SHELL, as under cron, systemd and in containers: DVC then starts stages in /bin/sh
-        others = ("MLFLOW_", "DVC_", "SHELL")
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(others)}
-        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        return kept | {"PATH": path, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""} | more
-
-    def sh(self, command: str, **env: str) -> str:
-        done = subprocess.run(
-            command,
-            shell=True,
-            cwd=self.folder,
-            env=self.environment(**env),
-            text=True,
-            capture_output=True,
-            timeout=600,
-            check=False,
-        )
-        assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-        return done.stdout
-
-    def start(self, command: list[str], **env: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            command,
-            cwd=self.folder,
-            env=self.environment(**env),
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-
-    def weights(self) -> bytes:
-        return (self.folder / "models" / "model.safetensors").read_bytes()
-
-    def training(self) -> Path | None:
-        """The folder of the one training in this clone."""
-        return next((path.parent for path in self.folder.glob(".checkpoints/*/training.json")), None)
-
-    def checkpoints(self) -> list[str]:
-        folder = self.training()
-        return sorted(path.name for path in folder.glob("step-*")) if folder else []
-
-    def logged_step(self) -> int:
-        """Of the last row in the journal."""
-        folder = self.training()
-        rows = (
-            [line for path in folder.glob("journal-*/events.jsonl") for line in path.open()] if folder else []
-        )
-        return max((json.loads(row).get("step", 0) for row in rows if row.endswith("\n")), default=0)
-
-    def history(self, run_id: str | None = None) -> History:
-        """Every row of the run in the store that does not depend on the clock, with how often it stands."""
-        query = "select key, step, value from metrics"
-        with sqlite3.connect(self.folder / "mlflow.db") as store:
-            rows = store.execute(
-                query + (" where run_uuid = ?" if run_id else ""), [run_id] if run_id else []
-            )
-            return Counter((key, step, value) for key, step, value in rows if not CLOCK.search(key))
-
-    def runs(self) -> list[tuple[str, str]]:
-        with sqlite3.connect(self.folder / "mlflow.db") as store:
-            return store.execute("select run_uuid, status from runs order by start_time").fetchall()
-
-
-def _difference(found: History, expected: History) -> str:
-    more, less = found - expected, expected - found
-    return f"{len(more)} rows too many: {more.most_common(5)}; {len(less)} missing: {less.most_common(5)}"
-
-
-def uninterrupted(folder: Path) -> tuple[bytes, History, int]:
-    """The oracle: weights, history, windows."""
-    clone = Clone(folder)
-    clone.sh(" ".join(TRAIN))
-    return clone.weights(), clone.history(), clone.logged_step()
+@functools.cache
+def uninterrupted() -> Oracle:
+    with tempfile.TemporaryDirectory() as folder:
+        clone = Clone(Path(folder))
+        clone.sh(" ".join(TRAIN))
+        return Oracle(clone.weights(), history(clone.store), clone.logged_step())
 
 
 def kill_at(process: subprocess.Popen[str], clone: Clone, moment: str, seed: random.Random) -> str:
@@ -196,7 +84,7 @@ MOMENTS = ("at random", "while a checkpoint is written", "between rename and log
 
 def kills(folder: Path, count: int, seed: int) -> list[str]:
     """Chains of four kills, one at each moment, and the same command until it ends by itself."""
-    weights, history, windows = uninterrupted(folder / "uninterrupted")
+    expected = uninterrupted()
     draw, done, chain = random.Random(seed), Counter[str](), 0
     again: list[int] = []
     while sum(done.values()) < count:
@@ -210,12 +98,13 @@ def kills(folder: Path, count: int, seed: int) -> list[str]:
                 break
             assert clone.checkpoints(), "no checkpoint at the restart"
             again.append(max(0, clone.logged_step() - int(clone.checkpoints()[-1][5:13])))
-            assert again[-1] < windows
+            assert again[-1] < expected.windows
             done[moment] += 1
         if not ended:
             clone.sh(" ".join(TRAIN))
-        assert clone.weights() == weights, f"chain {chain}: other weights"
-        assert clone.history() == history, _difference(clone.history(), history)
+        assert clone.weights() == expected.weights, f"chain {chain}: other weights"
+        found = history(clone.store)
+        assert found == expected.history, difference(found, expected.history)
         assert [status for _, status in clone.runs()] == ["FINISHED"]
         shutil.rmtree(clone.folder)
         chain += 1
@@ -223,13 +112,13 @@ def kills(folder: Path, count: int, seed: int) -> list[str]:
     return [
         *lines,
         f"{sum(done.values())} of {count}: weights bit for bit, MLflow history row by row, one run FINISHED; "
-        f"of {windows} windows 0 to {max(again)} computed again",
+        f"of {expected.windows} windows 0 to {max(again)} computed again",
     ]
 
 
 def signals(folder: Path) -> list[str]:
     """SIGTERM to the outermost process alone; the stage must end in order, and the command continue it."""
-    weights, history, _ = uninterrupted(folder / "uninterrupted")
+    expected = uninterrupted()
     commands = {
         "dvc repro": [sys.executable, "-m", "dvc", "repro", "train"],
         "mlflow run .": [sys.executable, "-m", "mlflow", "run", ".", "--env-manager", "local"],
@@ -240,9 +129,10 @@ def signals(folder: Path) -> list[str]:
         took = _terminated(clone, command)
         clone.sh(" ".join(command))
         run = json.loads((clone.folder / "reports" / "mlflow_run.json").read_text())["run_id"]
-        assert clone.weights() == weights
-        trained = Counter({row: n for row, n in clone.history(run).items() if not row[0].startswith("test/")})
-        assert trained == history, _difference(trained, history)
+        assert clone.weights() == expected.weights
+        rows = history(clone.store, run)
+        trained = Counter({row: n for row, n in rows.items() if not row[0].startswith("test/")})
+        assert trained == expected.history, difference(trained, expected.history)
         assert {status for _, status in clone.runs()} == {"FINISHED"}
         lines.append(
             f"SIGTERM to {name} alone: the stage saved and ended within {took:.1f} s, run KILLED; "
@@ -254,11 +144,11 @@ def signals(folder: Path) -> list[str]:
 def _terminated(clone: Clone, command: list[str]) -> float:
     """Ends a training's outermost process; returns the seconds its stage went on: it is stopped, not done."""
     process = clone.start(command)
-    _wait(lambda: bool(clone.checkpoints()), 120)
+    wait_for(lambda: bool(clone.checkpoints()), 120)
     process.terminate()
     began = time.monotonic()
     said = process.communicate(timeout=60)[0]  # of the stage too, that has the same output
-    _wait(lambda: not _trains(clone), 30)
+    wait_for(lambda: not _trains(clone), 30)
     took = time.monotonic() - began
     statuses = [status for _, status in clone.runs()]
     assert statuses == ["KILLED"], f"{statuses}\n{said}"
@@ -279,46 +169,25 @@ def _trains(clone: Clone) -> bool:
     return False
 
 
-@contextmanager
-def serving(folder: Path, port: int, store: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A real MLflow server, that answers."""
-    process = start_server(folder, port, store)
-    try:
-        yield process
-    finally:
-        stop_server(process)
-
-
-def start_server(folder: Path, port: int, store: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", store, "--port", str(port)]
-    process = subprocess.Popen(
-        [*command, "--artifacts-destination", str(folder / "artifacts"), "--workers", "1"],
-        cwd=folder,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    _wait(lambda: _answers(port), 120)
-    return process
-
-
-def stop_server(process: subprocess.Popen[bytes]) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait(timeout=30)
-
-
 def server(folder: Path, times: int) -> list[str]:
+    """On SQLite, and on PostgreSQL where that is installed."""
+    on_sqlite = _restarted(folder / "sqlite", f"sqlite:///{folder}/server.db", times)
+    lines = [f"on SQLite: {on_sqlite}"]
+    if missing := missing_for_postgres():
+        return [*lines, f"on PostgreSQL: not measured, {missing} not installed"]
+    with postgres() as store:
+        return [*lines, f"on PostgreSQL: {_restarted(folder / 'postgres', store, times)}"]
+
+
+def _restarted(folder: Path, store: str, times: int) -> str:
     """The server is killed and restarted while a training logs to it: every row arrives exactly once."""
-    clone = Clone(
-        folder / "clone", **{"epochs: 8": "epochs: 40", "log_every_steps: 10": "log_every_steps: 2"}
-    )
-    port = _free_port()
-    store = f"sqlite:///{folder / 'server.db'}"
+    clone = Clone(folder, **{"epochs: 8": "epochs: 40", "log_every_steps: 10": "log_every_steps: 2"})
+    port = free_port()
+    address = {"MLFLOW_TRACKING_URI": f"http://127.0.0.1:{port}"}
     process = start_server(folder, port, store)
-    training = clone.start(TRAIN, MLFLOW_TRACKING_URI=f"http://127.0.0.1:{port}")
+    training = clone.start(TRAIN, **address)
     try:
-        _wait(lambda: clone.logged_step() > 0, 120)
+        wait_for(lambda: clone.logged_step() > 0, 120)
         killed = 0
         for _ in range(times):
             if training.poll() is not None:
@@ -330,20 +199,14 @@ def server(folder: Path, times: int) -> list[str]:
             process = start_server(folder, port, store)
         said = training.communicate(timeout=300)[0]
         assert training.returncode == 0, said[-3000:]
-        clone.sh(
-            f"{sys.executable} -m pipeline deliver-metrics", MLFLOW_TRACKING_URI=f"http://127.0.0.1:{port}"
-        )
+        clone.sh(f"{sys.executable} -m pipeline deliver-metrics", **address)
     finally:
         training.kill()
         stop_server(process)
-    shutil.copy2(folder / "server.db", clone.folder / "mlflow.db")
-    history = clone.history()
-    written = _journaled(clone)
-    assert history == written, _difference(history, written)
-    assert set(history.values()) == {1}
-    return [
-        f"MLflow server killed and restarted {killed} times: {len(written):,} rows, each there exactly once"
-    ]
+    found, written = history(store), _journaled(clone)
+    assert found == written, difference(found, written)
+    assert set(found.values()) == {1}
+    return f"killed and restarted {killed} times: {len(written):,} rows, each there exactly once"
 
 
 def _journaled(clone: Clone) -> History:
@@ -457,27 +320,6 @@ def cost(folder: Path) -> list[str]:
         del model, optimizer, trainer, best
         torch.manual_seed(0)
     return lines
-
-
-def _wait(holds: Callable[[], bool], seconds: float) -> None:
-    until = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < until, f"not within {seconds} s"
-        time.sleep(0.05)
-
-
-def _answers(port: int) -> bool:
-    try:
-        urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2)
-    except OSError:
-        return False
-    return True
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def measured(part: str, folder: Path, options: argparse.Namespace) -> list[str]:

@@ -9,6 +9,7 @@ from pipeline import files, models, tracking
 from pipeline.config import Params, flatten
 from pipeline.data import prepared
 from pipeline.engine import CollapseError, DoesNotFitError
+from pipeline.engine.checkpoint import step_of
 from pipeline.errors import Stopped, UserError
 from pipeline.memory.host import keep_freed_memory
 from pipeline.memory.planner import Plan
@@ -176,7 +177,9 @@ def fit_kept(
         raise UserError(f"{error} The diagnosis is in {DIAGNOSIS} and in the MLflow run.") from None
     except DoesNotFitError as error:
         left = levers(training.params, training.params.memory.chosen, trainer.micro_batch_size)
-        raise UserError(f"{str(error).rstrip('.')}. {left}") from error
+        kept = folder.checkpoints().paths()
+        then = f". The same command continues from step {step_of(kept[0])}" if kept else ""
+        raise UserError(f"{str(error).rstrip('.')}. {left}{then}") from error
     except RuntimeError as error:
         if "does not have a deterministic implementation" not in str(error):
             raise

@@ -22,6 +22,25 @@ def build(num_classes, in_channels=1):
     return model
 '''
 
+FULL_AT_STEP = '''
+"""A model of whose eighth update there is no room, as long as there is a file named full."""
+from pathlib import Path
+import torch
+from pipeline.models import small_cnn
+
+updates = 0
+
+def update(optimizer, arguments, options):
+    global updates
+    updates += 1
+    if updates == 8 and Path("full").exists():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+def build(num_classes, in_channels=1):
+    torch.optim.optimizer.register_optimizer_step_pre_hook(update)
+    return small_cnn(num_classes, in_channels)
+'''
+
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Project:
@@ -40,8 +59,7 @@ def weights(project: Project) -> bytes:
     return project.bytes("models/model.safetensors")
 
 
-def use_greedy_model(project: Project, above: int) -> None:
-    code = GREEDY.replace("> 6", f"> {above}")
+def use_model(project: Project, code: str) -> None:
     (project.folder / "pipeline" / "custom" / "greedy.py").write_text(code)
     named = project.read("params.yaml").replace("name: small_cnn ", "name: pipeline.custom.greedy:build ")
     (project.folder / "params.yaml").write_text(named)
@@ -65,7 +83,7 @@ def test_savers_change_no_byte_of_the_model_and_stand_in_the_run(project: Projec
 
 
 def test_out_of_memory_is_survived_counted_and_told(project: Project) -> None:
-    use_greedy_model(project, above=6)
+    use_model(project, GREEDY)
     said = project.sh("python -m pipeline.stages.train")
     assert "plan: none, as model pipeline.custom.greedy:build cannot be traced" in said
     assert "Out of memory 2 times: windows were taken again, and the micro-batch became 4" in said
@@ -78,8 +96,29 @@ def test_out_of_memory_is_survived_counted_and_told(project: Project) -> None:
 
 
 def test_a_training_that_fits_no_more_ends_with_the_levers_left(project: Project) -> None:
-    use_greedy_model(project, above=0)
+    use_model(project, GREEDY.replace("> 6", "> 0"))
     said = project.sh("python -m pipeline.stages.train", code=2)
     assert "train: out of memory at micro-batch 1, and there is no smaller one." in said
     assert "Tried to allocate 2.00 GiB. Try precision amp_bf16 or amp_fp16, memory.savers: auto" in said
     assert project.runs()[0].info.status == "FAILED"
+
+
+def test_out_of_memory_in_the_update_ends_the_training_which_then_goes_on_to_the_same_bits(
+    project: Project,
+) -> None:
+    """Weights may have moved: nothing can be taken again, so the last checkpoint is what it goes on from."""
+    use_model(project, FULL_AT_STEP)
+    project.set(every_steps="5")
+    uninterrupted = weights(copy_of(project, project.folder.parent / "uninterrupted"))
+    (project.folder / "full").touch()
+    said = project.sh("python -m pipeline.stages.train", code=2)
+    assert "Tried to allocate 2.00 GiB" in said
+    assert "Try precision amp_bf16 or amp_fp16, memory.savers: auto" in said
+    assert "The same command continues from step 5" in said
+    assert project.runs()[0].info.status == "FAILED"
+    (project.folder / "full").unlink()
+    assert weights(project) == uninterrupted
+    (run,) = project.runs()
+    assert run.info.status == "FINISHED"
+    assert run.data.tags["resume.1.step"] == "5"
+    assert run.data.metrics["memory/oom_retries"] == 0

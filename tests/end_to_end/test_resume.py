@@ -1,7 +1,6 @@
 """Nothing lost: real trainings that are killed, refused, damaged and starved, and started again."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -10,13 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from project import QUICK, ROOT, Project, clone, copy_of
+from project import QUICK, Project, clone, copy_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 TRAIN = [sys.executable, "-u", "-m", "pipeline.stages.train"]
 COMMAND = "python -m pipeline.stages.train"
-EPOCHS = 30
+EPOCHS = 15
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +90,7 @@ def test_sigkill_and_a_damaged_checkpoint_and_other_workers_leave_the_same_bits(
     history = project.client().get_metric_history(run.info.run_id, "train/loss")
     steps = [metric.step for metric in history]
     assert len(steps) == len(set(steps))
-    assert {10, 20, 300, 20 * EPOCHS} <= set(steps)
+    assert {10, 20, 200, 20 * EPOCHS} <= set(steps)
     assert checkpoints(project) == []
 
 
@@ -119,7 +118,7 @@ def test_other_code_and_params_begin_anew_and_say_how_to_go_on_on_purpose(projec
     code = project.folder / "pipeline" / "engine" / "loop.py"
     code.write_text(code.read_text() + "\n# changed\n")
     said = project.sh(COMMAND).replace("\n", " ")
-    assert "pipeline/engine/loop.py changed, optimizer.lr 0.005 -> 0.001, train.epochs 30 -> 1" in said
+    assert "pipeline/engine/loop.py changed, optimizer.lr 0.005 -> 0.001, train.epochs 15 -> 1" in said
     assert f"set checkpoint.resume: {kept}" in said
     project.set(resume=str(kept), epochs="2")
     said = project.sh(COMMAND)
@@ -189,18 +188,3 @@ def test_where_no_large_file_can_be_written_training_goes_on_to_its_model(
     assert checkpoints(project) == []
     assert " delivered" in project.sh("python -m pipeline deliver-metrics")
     assert project.runs()[0].info.status == "FINISHED"
-
-
-@pytest.mark.parametrize("parts", [["kills", "--kills", "3"], ["signals"]], ids=["kills", "signals"])
-def test_the_benchmark_of_faults_in_its_short_form(parts: list[str]) -> None:
-    done = subprocess.run(
-        [sys.executable, "benchmarks/faults.py", *parts],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "3 of 3: weights bit for bit" in done.stdout or done.stdout.count("FINISHED") == 2
