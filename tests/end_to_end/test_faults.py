@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 def test_the_benchmark_of_faults_in_its_short_form() -> None:
     done = subprocess.run(
-        [sys.executable, "benchmarks/faults.py", "kills", "--kills", "3", "signals"],
+        [sys.executable, "benchmarks/faults.py", "--kills", "3", "kills", "signals"],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
