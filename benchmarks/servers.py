@@ -67,7 +67,7 @@ def postgres() -> Iterator[str]:
     process = run("postgres", "-h", "127.0.0.1", "-p", str(port), "-k", str(folder))
     try:
         wait_for(lambda: _listens(port), 60)
-        yield f"postgresql://mlflow@127.0.0.1:{port}/postgres"
+        yield f"postgresql+psycopg2://mlflow@127.0.0.1:{port}/postgres"
     finally:
         process.send_signal(signal.SIGINT)  # it ends its clients' sessions and itself
         process.wait(timeout=60)
