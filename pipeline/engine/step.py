@@ -174,6 +174,10 @@ class Trainer:
         self._check_collapse(result, window)
         return result
 
+    def forget(self) -> None:
+        """Drops what windows leave to each other to save time; the next one allocates as a first one does."""
+        self._statistics.forget()
+
     def _attempt(self, window: Batch, started: float, rate: float) -> StepResult:
         of_ranks = self.ranks.total(samples(window), self.precision.device)
         try:

@@ -55,8 +55,10 @@ class TraceError(RuntimeError):
 def counting(trainer: Trainer, window: Batch, *, round_to: int = 1) -> Iterator[Ledger]:
     """Counts the bytes alive in what the trainer does inside, on whatever tensors it is of.
 
-    The optimizer's state should be there already (engine.allocate_state), as it is in training.
+    The optimizer's state should be there already (engine.allocate_state), as it is in training. What else
+    would be there after a first window is let go, so that any window counts alike: a resumed training's too.
     """
+    trainer.forget()
     ledger = Ledger(round_to, trainer.precision.device.type)
     ledger.know("parameters", trainer.model.parameters())
     ledger.know("buffers", trainer.model.buffers())

@@ -66,6 +66,22 @@ def test_the_meter_sees_what_a_ledger_sees_and_changes_no_weight() -> None:
     assert logged["peak_allocated_mib"] == meter.measured.peak.total / 2**20
 
 
+@pytest.mark.parametrize("precision", ["fp32", "amp_fp16"])
+def test_a_later_window_counts_as_a_first_one_does(precision: str) -> None:
+    """A training that is resumed counts its first window, and should log what it had logged uninterrupted."""
+    long, fresh, new = (trainer(net(batchnorm=True), precision=precision) for _ in range(3))
+    for _ in range(2):
+        long.step(window(8))
+    fresh.step(window(8))
+    counted = []
+    for one in (long, fresh, new):
+        allocate_state(one.optimizer)
+        meter = Meter(one, one.step)
+        meter.step(window(8))
+        counted.append(meter.measured)
+    assert counted[0] == counted[1] == counted[2]
+
+
 def predicted(allocated: int, reserved: int, micro: int = 4) -> Prediction:
     zeros = dict.fromkeys(COMPONENTS, 0)
     phases = {"forward": 0, "backward": 0, "step": 0}
